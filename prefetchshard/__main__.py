@@ -1,0 +1,10 @@
+"""`python -m prefetchshard`."""
+
+from __future__ import annotations
+
+import sys
+
+from prefetchshard.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The hand-off between two stages: bounded, in order, with several senders.
+
+A sender first reserves a place, then makes the item, then sends it: the bound holds for what is being made too, and items arrive in
+the order of the reservations, whoever is done first. Waiting moves nothing and moving waits for nothing, so a waiter can be given up
+on and no item is lost. The end and a failure are fields, not items: neither can block on a full queue.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from prefetchshard.clock import MONOTONIC, Clock
+from prefetchshard.parking import Parking
+
+T = TypeVar("T")
+
+
+class _Empty(enum.Enum):
+    EMPTY = "EMPTY"
+
+
+EMPTY: Final = _Empty.EMPTY
+EmptyType: TypeAlias = Literal[_Empty.EMPTY]
+
+
+class QueueStats(msgspec.Struct, frozen=True):
+    """One look at a queue.
+
+    Attributes:
+        capacity: items that may be reserved and not yet released.
+        held: items reserved and not yet released; at `capacity` the senders are faster than the receiver.
+        ready: items that could be taken now, at the head of the order or behind an item that is still being made.
+        taken: items taken so far.
+        senders_waiting: threads that wait for room.
+        receivers_waiting: threads and event loops that wait for an item.
+        backpressure_seconds: time that senders waited for room, summed over senders. High: the receiver is the slow one.
+        starved_seconds: time that receivers waited for an item, summed over receivers. High: the senders are the slow ones.
+    """
+
+    capacity: int
+    held: int
+    ready: int
+    taken: int
+    senders_waiting: int
+    receivers_waiting: int
+    backpressure_seconds: float
+    starved_seconds: float
+
+
+class Ticket(Generic[T]):
+    """A reserved place in the order. Exactly one of `send`, `fail` and `withdraw` is called, once."""
+
+    __slots__ = ("_queue", "failure", "item", "settled")
+
+    def __init__(self, queue: BoundedQueue[T]) -> None:
+        self._queue = queue
+        self.item: T | None = None
+        self.failure: BaseException | None = None
+        self.settled = False
+
+    def send(self, item: T) -> None:
+        """Fill the place."""
+        self.item = item
+        self.settled = True
+        self._queue.receivers.wake()
+
+    def fail(self, failure: BaseException) -> None:
+        """End the queue at this place: what was reserved before still comes, then the failure."""
+        self.failure = failure
+        self.settled = True
+        self._queue.refuse()
+
+    def withdraw(self) -> None:
+        """Give the place back; the order goes on without it."""
+        self._queue.remove(self)
+
+
+class BoundedQueue(Generic[T]):
+    """A bounded hand-off that keeps the order of reservation.
+
+    Args:
+        capacity: places; a place is free again when its item is taken, or, with `held_until_release`, when `release()` is called.
+        held_until_release: what the items hold (memory of the staging ring) outlives their being taken.
+        clock: monotonic seconds.
+
+    Thread safety: senders that need an order among them reserve one at a time; everything else may be called from any thread.
+    `cancel` takes no lock and may be called from a finaliser.
+    """
+
+    def __init__(self, capacity: int, *, held_until_release: bool = False, clock: Clock = MONOTONIC) -> None:
+        self.capacity = capacity
+        self.senders = Parking()
+        self.receivers = Parking()
+        self._held_until_release = held_until_release
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _line, _held, _taken and the two sums
+        self._line: deque[Ticket[T]] = deque()
+        self._held = 0
+        self._taken = 0
+        self._backpressure_seconds = 0.0
+        self._starved_seconds = 0.0
+        self._ended = False
+        self._refusing = False
+        self._cancelled = False
+        self._failure: BaseException | None = None
+
+    # -- sending
+
+    def reserve(self) -> Ticket[T] | None:
+        """Wait for room and take a place. None: nothing more is wanted."""
+        while not self._refusing:
+            if self._held < self.capacity:
+                with self._lock:
+                    if self._held < self.capacity:
+                        self._held += 1
+                        ticket = Ticket(self)
+                        self._line.append(ticket)
+                        return ticket
+            began = self._clock()
+            self.senders.wait(self._can_reserve)
+            waited = self._clock() - began
+            with self._lock:
+                self._backpressure_seconds += waited
+        return None
+
+    def put(self, item: T) -> bool:
+        """Reserve and send. False: nothing more is wanted, and the item was not taken over."""
+        ticket = self.reserve()
+        if ticket is None:
+            return False
+        ticket.send(item)
+        return True
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """Nothing more comes after what is reserved already; then the failure, if there is one. Never blocks."""
+        if failure is not None and self._failure is None:
+            self._failure = failure
+        self._ended = True
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Grant no further place."""
+        self._refusing = True
+        self.senders.wake()
+        self.receivers.wake()
+
+    def remove(self, ticket: Ticket[T]) -> None:
+        """Take a reserved place out of the order."""
+        with self._lock:
+            try:
+                self._line.remove(ticket)
+            except ValueError:  # cleared meanwhile
+                return
+            self._held -= 1
+        self.senders.wake()
+        self.receivers.wake()
+
+    # -- receiving
+
+    def wait_ready(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until an item can be taken. False: none will come (ended, failed or cancelled), or the time ran out."""
+        if not self._settled():
+            began = self._clock()
+            self.receivers.wait(self._settled, timeout_seconds)
+            waited = self._clock() - began
+            with self._lock:
+                self._starved_seconds += waited
+        return self.has_ready()
+
+    def take_nowait(self) -> T | EmptyType:
+        """The next item in order, or EMPTY."""
+        with self._lock:
+            line = self._line
+            if not line or self._cancelled or not line[0].settled or line[0].failure is not None:
+                return EMPTY
+            item = line.popleft().item
+            self._taken += 1
+            if not self._held_until_release:
+                self._held -= 1
+        if not self._held_until_release:
+            self.senders.wake()
+        return item  # pyright: ignore[reportReturnType] - a settled ticket without failure holds an item
+
+    def peek_nowait(self) -> T | EmptyType:
+        """The next item in order, left where it is, or EMPTY."""
+        with self._lock:
+            line = self._line
+            if not line or self._cancelled or not line[0].settled or line[0].failure is not None:
+                return EMPTY
+            return line[0].item  # pyright: ignore[reportReturnType] - as above
+
+    def release(self) -> None:
+        """What an item taken earlier held is free again."""
+        with self._lock:
+            self._held -= 1
+        self.senders.wake()
+
+    def cancel(self) -> None:
+        """Nothing more is wanted: every waiter returns. Never blocks, takes no lock, drops nothing by itself."""
+        self._cancelled = True
+        self._refusing = True
+        self.senders.wake()
+        self.receivers.wake()
+
+    def clear(self) -> None:
+        """Drop what a cancelled queue still holds."""
+        with self._lock:
+            line, self._line = self._line, deque()
+        line.clear()  # outside the lock: dropping a batch runs finalisers
+
+    # -- looking
+
+    def has_ready(self) -> bool:
+        """Whether an item can be taken at once."""
+        line = self._line
+        try:
+            head = line[0]
+        except IndexError:
+            return False
+        return head.settled and head.failure is None and not self._cancelled
+
+    def is_over(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._settled() and not self.has_ready()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it is over, where a failure ended it and everything before the failure was taken."""
+        try:
+            head = self._line[0]
+        except IndexError:
+            return self._failure if self._ended else None
+        return head.failure if head.settled else None
+
+    def stats(self) -> QueueStats:
+        """One look at the queue."""
+        ready = sum(1 for ticket in tuple(self._line) if ticket.settled and ticket.failure is None)
+        return QueueStats(
+            self.capacity,
+            self._held,
+            ready,
+            self._taken,
+            len(self.senders),
+            len(self.receivers),
+            self._backpressure_seconds,
+            self._starved_seconds,
+        )
+
+    def _can_reserve(self) -> bool:
+        return self._refusing or self._held < self.capacity
+
+    def _settled(self) -> bool:
+        if self._cancelled:
+            return True
+        try:
+            return self._line[0].settled
+        except IndexError:
+            return self._ended
+
+    def __repr__(self) -> str:
+        words = [word for word, so in (("cancelled", self._cancelled), ("ended", self._ended), ("failed", self.failure is not None)) if so]
+        return f"<BoundedQueue {self._held} of {self.capacity}{''.join(', ' + word for word in words)}>"

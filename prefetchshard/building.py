@@ -1,0 +1,306 @@
+"""From the arguments of a loader to the parts of a run."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from prefetchshard.agreement import Agreement
+from prefetchshard.batches import LeafSpec, PlacedBatch, Position
+from prefetchshard.clock import Clock
+from prefetchshard.config import HOST, PerDevice, Settings
+from prefetchshard.device_work import DeviceTransform
+from prefetchshard.errors import ConfigError, UsedUpError
+from prefetchshard.filling import Filler
+from prefetchshard.hooks import Hooks
+from prefetchshard.jax_context import JaxContext, x64_enabled
+from prefetchshard.order import EpochOrder
+from prefetchshard.placement import Rules, resolve
+from prefetchshard.planning import Planner, check_mask_key, leaf_spec
+from prefetchshard.reading import Cursor, Reader, Task
+from prefetchshard.row_reader import RowReader
+from prefetchshard.run import Run, new_queue
+from prefetchshard.sources import recognise
+from prefetchshard.sources.arrays import Arrays
+from prefetchshard.sources.asynchronous import AsyncStream
+from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.iterables import set_epoch
+from prefetchshard.stages import Placer
+from prefetchshard.staging import AliasedStaging, FreshStaging, Staging
+from prefetchshard.statistics import Meters
+from prefetchshard.stream_reader import StreamReader
+from prefetchshard.structures import path_text
+
+_jax: Any = jax
+
+IN_FLIGHT = 2
+"""Transfers on their way at once: while one is waited for the next is under way already."""
+MOST_WORKERS = 16
+"""More threads bring nothing or lose: they wait for each other to give the interpreter's lock back."""
+
+
+class Blueprint:
+    """Everything that is fixed where the loader is made, and where it stands between its runs.
+
+    Args:
+        source: the user's.
+        sharding: the user's.
+        settings: checked by themselves.
+        agreement: among processes.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, source: Any, sharding: Any, settings: Settings, agreement: Agreement, clock: Clock) -> None:
+        self._settings = settings
+        self._agreement = agreement
+        self._clock = clock
+        self._pid = os.getpid()
+        self._given = source
+        self._source = recognise(source, batched=settings.batch_size is not None)
+        self._rules: Rules = resolve(sharding)
+        self.batch_size = self._global_rows()
+        self.workers = self._choose_workers()
+        self._check_source()
+        self._check_rows()
+        self._device_transform = None if settings.device_transform is None else DeviceTransform(settings.device_transform, settings.seed)
+        self._order = self._make_order()
+        self._spec: tuple[LeafSpec, ...] | None = None
+        self.slots = self._choose_slots()
+        self.ahead = settings.depth + IN_FLIGHT + self.slots
+        self._staging: Staging = AliasedStaging(self.ahead + 1) if self._rules.platform() == "cpu" else FreshStaging()
+        self.cursor = Cursor()
+        self.last_run: Run | None = None
+        self._check_arrays()
+
+    # -- checks
+
+    def _global_rows(self) -> int | None:
+        size = self._settings.batch_size
+        if not isinstance(size, PerDevice):
+            return size
+        split = self._rules.batch_split()
+        if split is None:
+            raise ConfigError("ps.PerDevice needs a sharding that is known here; with a callable sharding give batch_size as a number")
+        return size.rows * split
+
+    def _check_source(self) -> None:
+        settings = self._settings
+        if isinstance(self._source, (Arrays, Dataset)):
+            return
+        if settings.shuffle:
+            raise ConfigError(
+                "shuffle=True needs random access (arrays, or a dataset with __len__ and __getitem__), and the source is "
+                f"{'an ' if self._source.kind[0] in 'aeiou' else 'a '}{self._source.kind}; shuffle in the source, or pass a dataset"
+            )
+        if self._source.one_shot and settings.epochs != 1:
+            raise ConfigError(
+                f"epochs={settings.epochs} over a one-shot iterator, which can be read once: pass a function that makes a new one each epoch"
+            )
+
+    def _check_rows(self) -> None:
+        split = self._rules.batch_split()
+        size, k = self.batch_size, self._settings.microbatches or 1
+        if size is None or self._settings.collate is not None:
+            return
+        if size % k:
+            raise ConfigError(f"microbatches={k}: batch_size={size} cannot be cut into {k} equal pieces")
+        if split is not None and (size // k) % split:
+            pieces = f"each of the {k} microbatches has {size // k} rows" if k > 1 else f"batch_size={size}"
+            raise ConfigError(f"{pieces}, and the sharding {self._rules!r} cuts the rows into {split}: use a multiple of {split * k}")
+
+    def _check_arrays(self) -> None:
+        source, settings = self._source, self._settings
+        if not isinstance(source, Arrays):
+            return
+        if settings.epochs is None and (self._order is None or self._order.steps() == 0):
+            raise ConfigError(f"the source has {source.length} rows, fewer than a batch, and epochs=None would go on without one for ever")
+        if settings.transform is not None or settings.collate is not None:
+            return
+        if settings.pad is not None and isinstance(source.tree, Mapping):
+            check_mask_key(settings.pad, source.tree)
+        leaves, structure = self._rules.flatten(source.tree)
+        plan = self._planner(x64_enabled()).for_arrays(leaves, structure)
+        if settings.device_transform is None:
+            self._spec = plan.spec()
+
+    # -- choices
+
+    def _choose_workers(self) -> int:
+        if self._settings.workers != "auto":
+            return self._settings.workers
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if isinstance(self._source, Arrays) and self._settings.transform is None:
+            return min(MOST_WORKERS, cpus)
+        return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
+
+    def _choose_slots(self) -> int:
+        """Host batches being read, or read and not yet transferred."""
+        if isinstance(self._source, (Arrays, Dataset)):
+            shared = self.batch_size is not None and not (isinstance(self._source, Arrays) and self._settings.transform is None)
+            return IN_FLIGHT + (2 if shared else 1 + self.workers)
+        hooks = self._settings.transform is not None or self._settings.collate is not None
+        return IN_FLIGHT + (1 + self.workers if hooks and self.batch_size is None else 2 if hooks else 1)
+
+    def _make_order(self) -> EpochOrder | None:
+        if not isinstance(self._source, (Arrays, Dataset)):
+            return None
+        settings = self._settings
+        drop = settings.remainder == "drop" and self.batch_size is not None
+        order = EpochOrder(self._source.length, self.batch_size or 1, drop=drop, shuffle=settings.shuffle, seed=settings.seed)
+        if settings.remainder == "error" and self.batch_size and order.length % self.batch_size:
+            raise ConfigError(
+                f"the source has {order.length} rows, no multiple of batch_size={self.batch_size}, and remainder='error': the last batch "
+                f"would have {order.length % self.batch_size}; drop it (remainder='drop') or fill it up under a mask (remainder='pad')"
+            )
+        return order
+
+    def _planner(self, x64: bool) -> Planner:
+        settings = self._settings
+        return Planner(
+            self._rules,
+            rows=self.batch_size,
+            pad=settings.pad,
+            microbatches=settings.microbatches,
+            narrow=settings.narrow,
+            x64=x64,
+            agreement=self._agreement,
+        )
+
+    # -- a run
+
+    def build(self, start: Cursor) -> Run:
+        """The parts of a run that begins at `start`, under the JAX settings in force in this thread."""
+        settings, context, clock = self._settings, JaxContext(), self._clock
+        inbox = new_queue(self.slots, clock, held_until_release=True)
+        outbox = new_queue(settings.depth, clock)
+        meters = Meters()
+        task = Task(
+            filler=Filler(self._planner(context.x64), self._staging, settings.narrow, clock),
+            hooks=Hooks(settings.transform, settings.collate, settings.seed),
+            out=inbox,
+            meters=meters,
+            start=start,
+            epochs=settings.epochs,
+            batch_size=self.batch_size,
+            remainder=settings.policy,
+            workers=self.workers,
+            clock=clock,
+        )
+        run = Run(
+            self._reader(task),
+            inbox,
+            Placer(self._device_transform, clock),
+            outbox,
+            in_flight=IN_FLIGHT,
+            meters=meters,
+            staging=self._staging,
+            workers=self.workers,
+            context=context,
+            clock=clock,
+        )
+        self.last_run = run
+        return run
+
+    def _reader(self, task: Task) -> Reader:
+        source = self._source
+        if isinstance(source, (Arrays, Dataset)):
+            assert self._order is not None
+            structure = self._rules.flatten(source.tree)[1] if isinstance(source, Arrays) and self._settings.transform is None else None
+            return RowReader(task, source, self._order, structure)
+        given = self._given
+        return StreamReader(task, source, reuses_buffers=self._settings.reuses_buffers, tell_epoch=lambda epoch: set_epoch(given, epoch))
+
+    def ended(self, start: Cursor, last: Position | None) -> None:
+        """A run ended by itself: the loader stands at the beginning of the next one."""
+        if self._settings.epochs is None or start.run < self.cursor.run:
+            return
+        epoch = start.run_epoch + self._settings.epochs
+        self.cursor = Cursor(start.run + 1, epoch, epoch, 0, 0, start.step if last is None else last.step + 1)
+
+    # -- looking
+
+    @property
+    def one_shot(self) -> bool:
+        return not isinstance(self._source, (Arrays, Dataset)) and self._source.one_shot
+
+    def check_process(self) -> None:
+        """Whether this is the process that made the loader.
+
+        Raises:
+            UsedUpError: it was carried into a forked child.
+        """
+        if self._pid != os.getpid():
+            raise UsedUpError(
+                "this loader was made in the parent of this forked process; make a new one here, after a spawn rather than a fork"
+            )
+
+    def check_thread(self) -> None:
+        """Whether this thread may wait for a batch.
+
+        Raises:
+            RuntimeError: it is the thread of the event loop that has to produce it.
+        """
+        home = self._source.home if isinstance(self._source, AsyncStream) else None
+        if home is not None and home.thread == threading.get_ident():
+            raise RuntimeError(
+                "the source is bound to the event loop of this thread (ps.from_this_loop), so waiting here would block the loop that has "
+                "to produce the batch: use `async for`, or consume in another thread"
+            )
+
+    def known_spec(self) -> tuple[LeafSpec, ...] | None:
+        return self._spec
+
+    def learn_spec(self, placed: PlacedBatch) -> tuple[LeafSpec, ...]:
+        """The spec of the batches, from one of them."""
+        if self._device_transform is None:
+            self._spec = placed.spec()
+            return self._spec
+        found: list[LeafSpec] = []
+        for keys, leaf in _jax.tree_util.tree_flatten_with_path(placed.batch)[0]:
+            if isinstance(leaf, jax.Array):
+                found.append(leaf_spec(path_text(keys), leaf.shape, leaf.dtype, leaf.sharding))
+            else:
+                found.append(LeafSpec(path_text(keys), getattr(leaf, "shape", ()), getattr(leaf, "dtype", object), HOST, 0))
+        self._spec = tuple(found)
+        return self._spec
+
+    def steps(self) -> int:
+        """Steps of the run that would begin now.
+
+        Raises:
+            TypeError: not known.
+        """
+        epochs = self._settings.epochs
+        if epochs is None:
+            raise TypeError("a loader with epochs=None has no length")
+        cursor = self.cursor
+        left = cursor.run_epoch + epochs - cursor.epoch
+        if self._order is not None:
+            done = cursor.rows if self.batch_size is not None else cursor.batches
+            return self._order.steps(done) + (left - 1) * self._order.steps() if left > 0 else 0
+        assert not isinstance(self._source, (Arrays, Dataset))
+        length = self._source.length
+        if length is None:
+            raise TypeError(f"a loader over {self.describe()} has no length")
+        each = length if self.batch_size is None else length // self.batch_size
+        if self.batch_size is not None and self._settings.remainder != "drop":
+            each = -(-length // self.batch_size)
+        return max(0, left * each - cursor.batches)
+
+    def describe(self) -> str:
+        """The source in words."""
+        source = self._source
+        if isinstance(source, (Arrays, Dataset)):
+            unit = "rows" if self.batch_size is not None else "batches"
+            return f"{source.kind} of {source.length} {unit}"
+        article = "a one-shot" if source.one_shot else "an" if source.kind[0] in "aeiou" else "a"
+        return f"{article} {source.kind}"
+
+    def rest(self) -> str:
+        """Where it stands while no run is live, in words."""
+        cursor = self.cursor
+        return f"at rest before run {cursor.run}, epoch {cursor.epoch}, step {cursor.step}"

@@ -1,0 +1,93 @@
+"""What is done with a batch on the devices after its transfer: `device_transform`, dispatched and handed on unfinished."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from prefetchshard.sources.iterables import takes_parameter
+
+_jax: Any = jax
+
+
+@jax.tree_util.register_pytree_node_class
+class _OnHost:
+    """Stands for a leaf that stays on the host: to a jitted function it is structure, not data."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def tree_flatten(self) -> tuple[tuple[()], int]:
+        return (), self.index
+
+    @classmethod
+    def tree_unflatten(cls, index: int, children: tuple[()]) -> _OnHost:
+        del children
+        return cls(index)
+
+
+class DeviceTransform:
+    """A user's function, jitted once, that gets every batch on the devices.
+
+    Its `key` parameter, where it has one, gets `fold_in(key(seed), step)`: the same after a resume and on any number of devices.
+    Input buffers are donated where an output of the same shape and dtype can take their place.
+
+    Args:
+        function: `batch -> batch`, or `(batch, key=) -> batch`; leaves that stay on the host pass through it as opaque structure.
+        seed: of the keys.
+    """
+
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        self._function = function
+        self._seed = seed
+        self.wants_key = takes_parameter(function, "key")
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, batch: Any, on_host: dict[int, Any], step: Any) -> Any:
+        """Dispatch it.
+
+        Args:
+            batch: of jax.Arrays, with `stand_in(i)` in place of leaves that stay on the host.
+            on_host: those leaves.
+            step: the step as a uint32 array on the devices of the batch, where a key is wanted.
+        """
+        leaves, tree = _jax.tree.flatten(batch)
+        signature = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        run = self._compiled.get(signature)
+        if run is None:
+            run = self._compiled[signature] = self._jit(tree, leaves, step)
+        result = run(step, *leaves)
+        if on_host:
+            result = _jax.tree.map(
+                lambda x: on_host[x.index] if isinstance(x, _OnHost) else x, result, is_leaf=lambda x: isinstance(x, _OnHost)
+            )
+        return result
+
+    def _jit(self, tree: Any, leaves: list[Any], step: Any) -> Callable[..., Any]:
+        def run(step: Any, *leaves: Any) -> Any:
+            batch = _jax.tree.unflatten(tree, leaves)
+            if not self.wants_key:
+                return self._function(batch)
+            return self._function(batch, key=_jax.random.fold_in(_jax.random.key(self._seed), step))
+
+        outputs = [(out.shape, out.dtype) for out in _jax.tree.leaves(_jax.eval_shape(run, step, *leaves))]
+        donated: list[int] = []
+        for i, leaf in enumerate(leaves):
+            kind = (leaf.shape, leaf.dtype)
+            if kind in outputs and not _jax.dtypes.issubdtype(leaf.dtype, _jax.dtypes.prng_key):
+                outputs.remove(kind)
+                donated.append(i + 1)
+        return _jax.jit(run, donate_argnums=tuple(donated))
+
+
+def stand_in(index: int) -> Any:
+    """What stands for a leaf that stays on the host while a batch goes through a jitted function."""
+    return _OnHost(index)
+
+
+def step_value(step: int) -> Any:
+    """A step as the scalar that goes to the devices with its batch."""
+    return np.array(step % (1 << 32), np.uint32)

@@ -1,0 +1,71 @@
+"""What goes wrong, by kind. Every error of the library is also the standard error that a caller would expect.
+
+```
+PrefetchError
+├── ConfigError         (ValueError)     the settings cannot work; raised where the loader is made
+├── SourceError         (RuntimeError)   the source broke its contract, or raised what would be read as control flow
+├── BatchError          (ValueError)     examples do not stack into a batch; names leaf and row
+├── PlacementError      (ValueError)     a batch does not fit its sharding
+├── LeafTypeError       (TypeError)      a leaf that no device can hold; names leaf, dtype and the way out
+├── NarrowingError      (OverflowError)  a 64-bit value that does not survive while x64 is off
+├── UsedUpError         (RuntimeError)   a one-shot source was read before, or a loader was carried into a fork
+└── StateError          (ValueError)     a state that is damaged, foreign or does not fit this loader
+
+PrefetchWarning         (RuntimeWarning) something to know that does not stop the run
+└── StuckThreadWarning                   a thread sat in the source's own code when its run was closed
+```
+
+What a source, transform or collate raises is never wrapped: the consumer gets that very object, with notes that say where it
+happened. `SourceError` stands in only for what Python would take for control flow (`StopIteration`, `StopAsyncIteration`,
+`GeneratorExit`, a cancellation), raised where it cannot mean that.
+"""
+
+from __future__ import annotations
+
+
+class PrefetchError(Exception):
+    """The base of every error that this library raises by itself."""
+
+
+class ConfigError(PrefetchError, ValueError):
+    """The settings cannot work; the text names the argument, the value and the way out."""
+
+
+class SourceError(PrefetchError, RuntimeError):
+    """The source broke its contract, or raised what would be read as control flow; see `__cause__`."""
+
+
+class BatchError(PrefetchError, ValueError):
+    """Examples do not stack, or a batch is not what the first batch was."""
+
+
+class PlacementError(PrefetchError, ValueError):
+    """A batch does not fit its sharding; the text names leaf, shape, spec, mesh and the way out."""
+
+
+class LeafTypeError(PrefetchError, TypeError):
+    """A leaf that no device can hold (text, objects, dates, structured or masked arrays)."""
+
+    def __init__(self, path: str, what: str, advice: str | None = None) -> None:
+        advice = advice or f"keep it on the host (sharding={{..., {path or 'leaf'!r}: ps.HOST}}), encode it in `transform`, or leave it out"
+        super().__init__(f"leaf {path or '(the batch itself)'}: {what} cannot be put on a device; {advice}")
+
+
+class NarrowingError(PrefetchError, OverflowError):
+    """A 64-bit value that would not survive the conversion to 32 bits which JAX makes while x64 is off."""
+
+
+class UsedUpError(PrefetchError, RuntimeError):
+    """A one-shot source was read before, or the loader was carried into another process."""
+
+
+class StateError(PrefetchError, ValueError):
+    """A state that is damaged, foreign, newer than this library, or does not fit this loader."""
+
+
+class PrefetchWarning(RuntimeWarning):
+    """Something to know that does not stop the run."""
+
+
+class StuckThreadWarning(PrefetchWarning):
+    """A thread sat in the source's own code when its run was closed, and was given up on."""

@@ -1,0 +1,385 @@
+"""A batch while it is read: opened with the first example, filled in parts by several workers, finished by the last of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from prefetchshard.batches import AnyArray, HostBatch, Memory, Position
+from prefetchshard.bounded_queue import Ticket
+from prefetchshard.clock import Clock
+from prefetchshard.config import Narrow, Pad
+from prefetchshard.errors import BatchError
+from prefetchshard.faults import note, presentable
+from prefetchshard.hooks import Hooks
+from prefetchshard.leaves import as_array, check_example, narrows, own_on_host, stack_on_host, store
+from prefetchshard.parking import Parking
+from prefetchshard.planning import Kind, Plan, Planner
+from prefetchshard.sources.arrays import Rows, gather
+from prefetchshard.staging import Staging
+from prefetchshard.statistics import Meters
+from prefetchshard.structures import Structure
+from prefetchshard.transfer import is_jax_array
+
+
+class Assembly:
+    """One batch on its way from the source into the staging memory.
+
+    Attributes:
+        ticket: its place in the order.
+        position: where it stands in the data.
+        before: the position of the batch before it in the epoch; told by this one whether it was the last.
+        rows: examples in it; set before its last part is done.
+        examples: what `collate` will get; None where examples are written as they come.
+        wide: rows of leaves that are narrowed when the batch is finished, where examples come one at a time.
+    """
+
+    __slots__ = (
+        "_closed", "_lock", "_parts", "before", "examples", "memory", "passed", "plan", "position", "rows", "settled", "ticket", "wide"
+    )  # fmt: skip
+
+    def __init__(
+        self, ticket: Ticket[HostBatch[Plan]], position: Position, before: Position | None, *, parts: int = 0, rows: int = 0
+    ) -> None:
+        self.ticket = ticket
+        self.position = position
+        self.before = before
+        self.rows = rows
+        self.plan: Plan | None = None
+        self.memory: Memory | None = None
+        self.passed: dict[int, Any] = {}
+        self.examples: list[Any] | None = None
+        self.wide: dict[int, AnyArray] | None = None
+        self._lock = threading.Lock()  # guards opening, and the count of parts
+        self._parts = parts
+        self._closed = parts > 0  # the number of parts is known from the start
+        self.settled = False
+
+    def open(self, make_plan: Callable[[], Plan], staging: Staging) -> Plan:
+        """The plan of the batch; the first caller decides it and takes the memory."""
+        if self.plan is None:
+            with self._lock:
+                if self.plan is None:
+                    plan = make_plan()
+                    for i, leaf in enumerate(plan.leaves):
+                        if plan.rows is not None and leaf.kind in (Kind.HOST, Kind.KEYS):
+                            self.passed[i] = [None] * plan.rows
+                    self.memory = staging.lease(plan.layout) if plan.layout else None
+                    self.plan = plan
+        return self.plan
+
+    def add_part(self) -> None:
+        """Expect one more part."""
+        with self._lock:
+            self._parts += 1
+
+    def close_parts(self) -> bool:
+        """No further part comes. Whether all are done already."""
+        with self._lock:
+            self._closed = True
+            return self._parts == 0
+
+    def part_done(self) -> bool:
+        """One part is done. Whether it was the last."""
+        with self._lock:
+            self._parts -= 1
+            return self._closed and self._parts == 0
+
+    def fail(self, error: BaseException, stage: str, rows: tuple[int, int] | None = None) -> bool:
+        """The batch cannot be made: the queue ends here. False: it failed before, or is not wanted."""
+        with self._lock:
+            if self.settled:
+                return False
+            self.settled = True
+        self.ticket.fail(note(presentable(error, stage), stage, self.position, rows))
+        return True
+
+    def send(self) -> None:
+        """The batch is complete."""
+        with self._lock:
+            if self.settled:
+                return
+            self.settled = True
+        assert self.plan is not None
+        if self.before is not None:
+            self.before.settle_end(False)
+        self.ticket.send(HostBatch(self.plan, self.memory, self.passed, self.position, self.rows))
+
+    def withdraw(self) -> None:
+        """The batch is not wanted (a dropped remainder)."""
+        with self._lock:
+            self.settled = True
+        if self.before is not None:
+            self.before.settle_end(True)
+        self.ticket.withdraw()
+
+    def drop_memory(self) -> None:
+        """Give the memory back unused; nobody writes it any more."""
+        if self.memory is not None:
+            self.memory.release()
+            self.memory = None
+
+
+class Filler:
+    """Writes examples, rows of arrays and whole batches into the memory of their batch."""
+
+    def __init__(self, planner: Planner, staging: Staging, narrow: Narrow, clock: Clock) -> None:
+        self.clock = clock
+        self.planner = planner
+        self.staging = staging
+        self._narrow: Narrow = narrow
+        self._flatten = planner.rules.flatten
+
+    # -- examples
+
+    def write_examples(self, assembly: Assembly, start: int, examples: Sequence[Any]) -> None:
+        """Write examples as rows `start`, `start + 1`, ... of the batch."""
+        late = assembly.wide is not None
+        wide: dict[int, AnyArray] = assembly.wide if assembly.wide is not None else {}
+        for i, example in enumerate(examples):
+            leaves, structure = self._flatten(example)
+            plan = assembly.plan
+            if plan is None:
+                plan = assembly.open(lambda: self.planner.for_examples(leaves, structure), self.staging)  # noqa: B023 - called at once
+            if structure is not plan.structure and structure != plan.structure:
+                raise _other_structure(plan.structure, structure, assembly.position.first_row + start + i)
+            self._write_example(assembly, plan, start + i, leaves, wide, start + i if late else i, plan.rows if late else len(examples))
+        if not late:
+            for j, values in wide.items():
+                self._narrow_rows(assembly, j, start, values)
+
+    def _write_example(
+        self, assembly: Assembly, plan: Plan, row: int, leaves: list[Any], wide: dict[int, AnyArray], wide_row: int, wide_rows: int | None
+    ) -> None:
+        staged = 0
+        views = assembly.memory.views if assembly.memory is not None else ()
+        for j, (value, leaf) in enumerate(zip(leaves, plan.leaves, strict=True)):
+            if leaf.kind is Kind.STAGED:
+                array = value if type(value) is np.ndarray else as_array(value, leaf.path)
+                if array.dtype != leaf.dtype or array.shape != leaf.shape[1:]:
+                    check_example(leaf.path, assembly.position.first_row + row, array, leaf.shape[1:], leaf.dtype)
+                if leaf.dtype is not leaf.target and narrows(leaf.dtype, leaf.target):
+                    if j not in wide:
+                        wide[j] = np.empty((wide_rows or 0, *leaf.shape[1:]), leaf.dtype)
+                    wide[j][wide_row] = array
+                else:
+                    views[staged][row] = array
+                staged += 1
+            else:
+                assembly.passed[j][row] = value if leaf.kind is Kind.KEYS else own_on_host(value)
+
+    def _narrow_rows(self, assembly: Assembly, index: int, start: int, values: AnyArray) -> None:
+        assert assembly.plan is not None and assembly.memory is not None
+        leaf = assembly.plan.leaves[index]
+        view = assembly.memory.views[assembly.plan.staged.index(index)]
+        store(view[start : start + len(values)], values, path=leaf.path, policy=self._narrow, row=start)
+
+    # -- rows of arrays
+
+    def open_arrays(self, assembly: Assembly, arrays: Sequence[AnyArray], structure: Structure) -> None:
+        """Take the memory for rows of these arrays."""
+        assembly.open(lambda: self.planner.for_arrays(arrays, structure), self.staging)
+        assert assembly.plan is not None
+        for j, leaf in enumerate(assembly.plan.leaves):
+            if leaf.kind is Kind.HOST:
+                assembly.passed[j] = np.zeros(leaf.shape, leaf.dtype)
+
+    def write_rows(self, assembly: Assembly, start: int, stop: int, arrays: Sequence[AnyArray], rows: Rows) -> None:
+        """Gather rows of the arrays as rows `start` to `stop` of the batch."""
+        assert assembly.plan is not None
+        staged = 0
+        for j, leaf in enumerate(assembly.plan.leaves):
+            if leaf.kind is Kind.HOST:
+                assembly.passed[j][start:stop] = arrays[j][rows]
+                continue
+            assert assembly.memory is not None
+            view = assembly.memory.views[staged]
+            whole = stop - start == len(view)
+            gather(arrays[j], rows, view if whole else view[start:stop], path=leaf.path, policy=self._narrow, first_row=start)
+            staged += 1
+
+    # -- batches that the source or `collate` made
+
+    def flatten_batch(self, batch: Any) -> tuple[list[Any], Structure]:
+        """The leaves of a batch, as NumPy arrays where they go through the staging memory."""
+        leaves, structure = self._flatten(batch)
+        return self.planner.as_host_leaves(leaves, structure), structure
+
+    def write_batch(self, assembly: Assembly, leaves: list[Any], plan: Plan, *, shares_items: bool, first: int = 0, count: int = 1) -> None:
+        """Copy a whole batch, or the share `first` of `count` of its rows.
+
+        Args:
+            assembly: opened with `plan`.
+            leaves: as `flatten_batch` gave them.
+            plan: of the batch.
+            shares_items: what stays on the host needs no copy of its own.
+            first: which share, from 0.
+            count: into how many shares the rows are cut.
+        """
+        views = iter(assembly.memory.views if assembly.memory is not None else ())
+        for j, value in enumerate(leaves):
+            leaf = plan.leaves[j]
+            if leaf.kind is Kind.STAGED:
+                self._copy_share(next(views), value, leaf.path, leaf.has_rows, first, count)
+            elif first == 0:
+                assembly.passed[j] = value if shares_items or leaf.kind is Kind.DEVICE else own_on_host(value)
+
+    def _copy_share(self, view: AnyArray, value: AnyArray, path: str, has_rows: bool, first: int, count: int) -> None:
+        if count == 1 and view.shape == value.shape:
+            store(view, value, path=path, policy=self._narrow)
+        elif has_rows:
+            start, stop = len(value) * first // count, len(value) * (first + 1) // count
+            store(view[start:stop], value[start:stop], path=path, policy=self._narrow, row=start)
+        elif first == 0:
+            store(view, value, path=path, policy=self._narrow)
+
+    # -- the end of a batch
+
+    def finish(self, assembly: Assembly, rows: int | None) -> int:
+        """Fill what padding there is, and put host leaves together. Returns the number of padding rows.
+
+        Args:
+            assembly: all of whose parts are written.
+            rows: that were written; None where the batch has no rows.
+        """
+        plan = assembly.plan
+        assert plan is not None
+        missing = plan.rows - rows if plan.rows is not None and rows is not None else 0
+        views = assembly.memory.views if assembly.memory is not None else ()
+        for j, values in (assembly.wide or {}).items():
+            self._narrow_rows(assembly, j, 0, values[:rows])
+        if plan.mask_index is not None:
+            mask = views[plan.mask_index]
+            mask[:rows] = True
+            mask[rows:] = False
+        for j, value in assembly.passed.items():
+            kind = plan.leaves[j].kind
+            if kind is Kind.HOST and plan.leaves[j].has_rows and isinstance(value, list):
+                assembly.passed[j] = _host_rows(value, rows, missing)
+            elif kind is Kind.KEYS:
+                assembly.passed[j] = value[:rows]
+        if missing:
+            for view, i in zip(views, plan.staged, strict=False):
+                padding = plan.leaves[i].padding
+                if plan.leaves[i].has_rows and padding is not None:
+                    view[rows:] = padding
+        return missing
+
+
+def _host_rows(values: list[Any], rows: int | None, missing: int) -> AnyArray:
+    array = stack_on_host(values[:rows] if missing else values)
+    if not missing:
+        return array
+    whole = np.zeros((len(values), *array.shape[1:]), array.dtype)  # text: empty; numbers: 0
+    if array.dtype == object:
+        whole[:] = None
+    whole[:rows] = array
+    return whole
+
+
+def _other_structure(want: Structure, got: Structure, row: int) -> BatchError:
+    lacks = [p for p in want.paths if p not in got.paths]
+    more = [p for p in got.paths if p not in want.paths]
+    parts = [f"lacks {lacks}" if lacks else "", f"has {more} beside" if more else ""]
+    what = " and ".join(part for part in parts if part) or "is put together from other containers"
+    return BatchError(f"the example at row {row} {what}; the first example had {list(want.paths)}: every example needs the same structure")
+
+
+class Wholes:
+    """Batches that the source or `collate` made, and what is short among them.
+
+    Thread safety: any worker may call any method.
+    """
+
+    def __init__(self, filler: Filler, meters: Meters, *, batch_size: int | None, shares_items: bool) -> None:
+        self._filler = filler
+        self._meters = meters
+        self._batch_size = batch_size
+        self._shares_items = shares_items
+        self._first: Plan | None = None
+        self._stopped = False
+        self._known = Parking()
+
+    def stop(self) -> None:
+        """Let go of those that wait for the first batch, which will not come."""
+        self._stopped = True
+        self._known.wake()
+
+    def missing(self, batch: Any, *, is_first: bool) -> int:
+        """How many rows fewer it has than the first batch of the run; waits for that one where it is still being read."""
+        if is_first:
+            return 0
+        self._known.wait(lambda: self._first is not None or self._stopped)
+        if self._first is None or self._first.rows is None:
+            return 0
+        leaves, structure = self._filler.flatten_batch(batch)
+        rows = rows_of(self._first, leaves) if structure == self._first.structure else None
+        return 0 if rows is None else max(0, self._first.rows - rows)
+
+    def write(self, assembly: Assembly, batch: Any, *, pads: bool, examples: int | None = None) -> None:
+        """Write a batch into memory of its own and finish it.
+
+        Args:
+            assembly: of the batch.
+            batch: that the source or `collate` made.
+            pads: a batch with fewer rows than the first is filled up to as many.
+            examples: from how many examples it was made; where it has a row for each, it is filled up to the batch size.
+        """
+        began = self._filler.clock()
+        leaves, structure = self._filler.flatten_batch(batch)
+        like = self._first if pads and self._first is not None and self._is_short(self._first, leaves, structure) else None
+        plan = self._filler.planner.for_batch(leaves, structure, like)
+        rows = rows_of(plan, leaves)
+        if pads and like is None and examples is not None and rows == examples and self._batch_size is not None and rows < self._batch_size:
+            plan = self._filler.planner.for_batch(leaves, structure, plan, self._batch_size)
+        if self._first is None:
+            self._first = plan
+            self._known.wake()
+        assembly.open(lambda: plan, self._filler.staging)
+        self._filler.write_batch(assembly, leaves, plan, shares_items=self._shares_items)
+        if rows is not None and self._batch_size is None:
+            assembly.rows = rows
+        padded = self._filler.finish(assembly, rows)
+        self._meters.add(copy=self._filler.clock() - began, padded=padded)
+
+    def collate(self, assembly: Assembly, hooks: Hooks, *, pads: bool, gathered: bool) -> None:
+        """Make the batch from the examples that were collected for it, and write it."""
+        assert assembly.examples is not None and hooks.collate is not None
+        began = self._filler.clock()
+        try:
+            batch = hooks.collate(assembly.examples[0] if gathered else assembly.examples)
+        except BaseException as error:  # noqa: BLE001 - raised again, in words that cannot be misread
+            raise presentable(error, "collate") from error.__cause__
+        assembly.examples = None
+        self._meters.add(transform=self._filler.clock() - began)
+        self.write(assembly, batch, pads=pads, examples=assembly.rows)
+
+    def refuse_or_drop(self, assembly: Assembly, batch: Any, missing: int, remainder: str | Pad) -> None:
+        """What becomes of a last batch that is shorter than the first one, and is not padded.
+
+        Raises:
+            BatchError: under remainder="error".
+        """
+        if remainder == "error":
+            raise BatchError(
+                f"the last batch is {missing} rows shorter than the first one, and remainder='error'; drop it (remainder='drop') "
+                f"or fill it up under a mask (remainder='pad')"
+            )
+        assert self._first is not None and self._first.rows is not None
+        self._meters.add(dropped=self._first.rows - missing)
+        assembly.withdraw()
+
+    def _is_short(self, first: Plan, leaves: list[Any], structure: Structure) -> bool:
+        rows = rows_of(first, leaves) if structure == first.structure else None
+        return rows is not None and first.rows is not None and rows < first.rows
+
+
+def rows_of(plan: Plan, leaves: list[Any]) -> int | None:
+    """The rows that a batch of the source's own making has."""
+    for leaf, value in zip(plan.leaves, leaves, strict=True):
+        if leaf.has_rows and (is_jax_array(value) or isinstance(value, np.ndarray)):
+            return int(value.shape[0])
+    return None

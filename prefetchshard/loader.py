@@ -1,0 +1,356 @@
+"""`Loader` and `LoaderIterator`: what to read and where to put it, and one run of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+from prefetchshard import aio
+from prefetchshard.agreement import OneProcess
+from prefetchshard.batches import BatchSpec, PlacedBatch, Position
+from prefetchshard.bounded_queue import EMPTY
+from prefetchshard.building import Blueprint
+from prefetchshard.clock import MONOTONIC
+from prefetchshard.config import Narrow, PerDevice, Remainder, Settings
+from prefetchshard.errors import BatchError, ConfigError, UsedUpError
+from prefetchshard.reading import Cursor
+from prefetchshard.statistics import Stats
+
+__all__ = ["Loader", "LoaderIterator", "prefetch"]
+
+
+class LoaderIterator:
+    """One run of a loader: its threads, and the batches in order, for a `for` and for an `async for` loop.
+
+    Thread safety: every method may be called from any thread; threads and tasks that share an iterator share its batches, each going
+    to one of them.
+    """
+
+    def __init__(self, blueprint: Blueprint, start: Cursor) -> None:
+        self._blueprint = blueprint
+        self._start = start
+        self._position: Position | None = None
+        self._failure: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._over = False
+        self._run = blueprint.build(start)
+        self._meters = self._run.meters
+        self._outbox = self._run.outbox
+        self._clock = self._run.clock
+        # An iterator that nobody holds any more tells its threads so; they hold the run, never the iterator.
+        weakref.finalize(self, self._run.cancel).atexit = False
+        self._run.start()
+
+    # -- sync
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        began = self._clock()
+        self._run.check_process()
+        item = self._outbox.take_nowait()
+        if item is EMPTY:
+            item = self._wait(began)
+        return self._hand_out(item, began)
+
+    def _wait(self, began: float) -> PlacedBatch:
+        self._blueprint.check_thread()
+        while True:
+            self._outbox.wait_ready()
+            item = self._outbox.take_nowait()
+            if item is not EMPTY:
+                return item
+            if self._outbox.is_over():
+                self._stop(began)
+                self._run.close()
+                self._raise_end(StopIteration)
+
+    def _hand_out(self, item: PlacedBatch, began: float) -> Any:
+        meters = self._meters
+        now = self._clock()
+        if meters.first_next_at is None:
+            meters.first_next_at = began
+            meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
+        meters.stall_seconds += now - began
+        meters.last_next_at = now
+        meters.batches += 1
+        meters.rows += item.rows
+        meters.bytes += item.bytes
+        self._position = item.position
+        return item.batch
+
+    def _stop(self, began: float) -> None:
+        """The first time that nothing more comes: keep why, and move the loader on where the run ended by itself."""
+        if self._over or self._run.closed:
+            return
+        self._over = True
+        now = self._clock()
+        if self._meters.first_next_at is None:
+            self._meters.first_next_at = began
+        self._meters.stall_seconds += now - began
+        self._meters.last_next_at = now
+        self._failure = self._outbox.failure
+        if self._failure is None:
+            self._blueprint.ended(self._start, self._position)
+        else:
+            self._traceback = self._failure.__traceback__
+
+    def _raise_end(self, end: type[StopIteration | StopAsyncIteration]) -> NoReturn:
+        if self._failure is not None:
+            raise self._failure.with_traceback(self._traceback)
+        raise end
+
+    # -- async
+
+    def __aiter__(self) -> LoaderIterator:
+        return self
+
+    async def __anext__(self) -> Any:
+        began = self._clock()
+        self._run.check_process()
+        await aio.checkpoint()
+        while True:
+            item = self._outbox.take_nowait()
+            if item is not EMPTY:
+                return self._hand_out(item, began)
+            if self._outbox.is_over():
+                self._stop(began)
+                await aio.in_thread(self._run.close)
+                self._raise_end(StopAsyncIteration)
+            await aio.wait_ready(self._outbox)
+
+    # -- both
+
+    @property
+    def position(self) -> Position | None:
+        """Where the last batch that was handed out stands in the data; None before the first."""
+        return self._position
+
+    def stats(self) -> Stats:
+        """What the run has done so far, and where its time went."""
+        return self._run.stats()
+
+    def close(self) -> None:
+        """Stop the run, and wait, in bounded time, until its threads have ended. Later `next()` end at once."""
+        self._run.close()
+
+    async def aclose(self) -> None:
+        """`close` without blocking the event loop; from any task."""
+        await aio.checkpoint()
+        await aio.in_thread(self._run.close)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether more may come: it neither ended, nor failed, nor was closed."""
+        return not self._over and not self._run.closed
+
+    def peek(self) -> PlacedBatch | None:
+        """Wait for the next batch and leave it where it is; None where there is none."""
+        self._blueprint.check_thread()
+        while not self._outbox.is_over():
+            self._outbox.wait_ready()
+            item = self._outbox.peek_nowait()
+            if item is not EMPTY:
+                return item
+        if self._outbox.failure is not None:
+            raise self._outbox.failure
+        return None
+
+    def __repr__(self) -> str:
+        state = "live" if self.is_live else "failed" if self._failure is not None else "ended" if self._over else "closed"
+        ready = self._outbox.stats()
+        at = "" if self._position is None else f", at {self._position!r}"
+        return f"<LoaderIterator {state}: {ready.ready} of {ready.capacity} batches ready{at}>"
+
+
+class Loader:
+    """Reads a source ahead and keeps the next sharded batches on the devices while a step runs.
+
+    A loader says what to read and where to put it. It starts no thread by itself; `iter(loader)` and `aiter(loader)` start a run.
+
+    Args:
+        source: arrays (a NumPy array, or a mapping, tuple or registered container of them, of one leading size), a dataset
+            (`__len__` and `__getitem__`, read by several threads at once), an iterable, an iterator, an async iterable
+            (`ps.from_this_loop` for one that is bound to the running event loop), or a function that returns any of these, called
+            once an epoch (with `epoch=` where it has such a parameter).
+        sharding: where each leaf goes: a `jax.sharding.Sharding`; a 1-D `Mesh`; a `PartitionSpec` (with the mesh of `jax.set_mesh`,
+            else, where it names one axis, over all devices); a pytree prefix of these over the batch; a function
+            `(path, shape, dtype) -> one of these`; `ps.HOST`. Inside a tree None means replicated. None for the whole: the default
+            device where one is in force, else the rows over all devices.
+        batch_size: rows of one step over all devices of all processes; `ps.PerDevice(n)`; None: the source yields whole batches.
+        collate: makes a batch from a list of examples; default: each leaf is stacked to `(rows, *example)`. For arrays without
+            `transform` it gets the gathered batch.
+        remainder: what becomes of a last batch that is not full: "drop"; "error"; "pad", or `ps.Pad(mask_key=..., value=...)`: filled to
+            the full shape, with a boolean row mask `(rows,)` on every batch, under "mask" of a mapping, else as `(batch, mask)`.
+            Without batch_size it concerns a last batch with fewer rows than the first.
+        shuffle: each epoch has an order of its own, from `(seed, epoch)` alone; needs random access.
+        seed: of shuffle, of `rng` and of `key`; a non-negative integer.
+        epochs: epochs in one run; None for ever.
+        transform: on the host, in the workers, on one example (on a batch where batch_size is None); a parameter named `rng` gets a
+            `numpy.random.Generator` made from `(seed, epoch, row)`.
+        device_transform: jitted, on the devices, on the batch after its transfer; a parameter named `key` gets a PRNG key of the step.
+        microbatches: k: leaves become `(k, rows / k, *example)`, axis 0 not sharded.
+        workers: reader threads; "auto" chooses by the CPUs.
+        reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item. False: it never does, so
+            that pulling and copying may overlap.
+        depth: batches ready on the devices ahead of the one in use, at least 1.
+        narrow: 64-bit leaves while x64 is off: "check": integers must survive, floats may round but not overflow, else an error that
+            names leaf, row and value; "error": no such leaves; "allow": as JAX does it, silently.
+
+    Raises:
+        ConfigError: what cannot work, as far as it can be known here.
+        PlacementError: arrays that do not fit their sharding.
+
+    Thread safety: every method may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        sharding: Any = None,
+        *,
+        batch_size: int | PerDevice | None = None,
+        collate: Callable[[Any], Any] | None = None,
+        remainder: Remainder = "drop",
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int | None = 1,
+        transform: Callable[..., Any] | None = None,
+        device_transform: Callable[..., Any] | None = None,
+        microbatches: int | None = None,
+        workers: int | Literal["auto"] = "auto",
+        reuses_buffers: bool = True,
+        depth: int = 2,
+        narrow: Narrow = "check",
+    ) -> None:
+        settings = Settings(
+            batch_size=batch_size,
+            collate=collate,
+            remainder=remainder,
+            shuffle=shuffle,
+            seed=seed,
+            epochs=epochs,
+            transform=transform,
+            device_transform=device_transform,
+            microbatches=microbatches,
+            workers=workers,
+            reuses_buffers=reuses_buffers,
+            depth=depth,
+            narrow=narrow,
+        )
+        self._blueprint = Blueprint(source, sharding, settings, OneProcess(), MONOTONIC)
+        self._runs: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
+        self._only: LoaderIterator | None = None  # the run over a one-shot source
+        self._asked: LoaderIterator | None = None  # a run that `spec` started, for the next `iter`
+
+    def __iter__(self) -> LoaderIterator:
+        self._blueprint.check_process()
+        if self._only is not None:
+            return self._the_only_run(self._only)
+        if self._asked is not None:
+            iterator, self._asked = self._asked, None
+            if iterator.is_live:
+                return iterator
+        return self._start()
+
+    def __aiter__(self) -> LoaderIterator:
+        return iter(self)
+
+    def _start(self) -> LoaderIterator:
+        iterator = LoaderIterator(self._blueprint, self._blueprint.cursor)
+        self._runs.add(iterator)
+        if self._blueprint.one_shot:
+            self._only = iterator
+        return iterator
+
+    def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:
+        if iterator.is_live:
+            return iterator
+        raise UsedUpError(
+            "the source is a one-shot iterator, exhausted by an earlier run of this loader (or closed): pass something that can be "
+            "iterated again, or a function that makes a new iterator each epoch"
+        )
+
+    def live_runs(self) -> list[LoaderIterator]:
+        """The runs that have neither ended nor failed nor been closed."""
+        return [iterator for iterator in self._runs if iterator.is_live]
+
+    def stats(self) -> Stats:
+        """The statistics of the only live run; of none: of the last one.
+
+        Raises:
+            ConfigError: several runs are live (ask the iterator), or there was none.
+        """
+        live = self.live_runs()
+        if len(live) > 1:
+            raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).stats()")
+        if live:
+            return live[0].stats()
+        if self._blueprint.last_run is None:
+            raise ConfigError("this loader has not run yet")
+        return self._blueprint.last_run.stats()
+
+    def spec(self) -> BatchSpec:
+        """What a batch looks like: path to shape, dtype, sharding and bytes a device.
+
+        Where it cannot be told without reading, a run is started, and taken over by the next `iter`: no batch is lost.
+
+        Raises:
+            BatchError: the source has no batch.
+        """
+        leaves = self._blueprint.known_spec()
+        if leaves is None:
+            iterator = self._only or self._asked
+            if iterator is None or not iterator.is_live:
+                iterator = self._start()
+                if not self._blueprint.one_shot:
+                    self._asked = iterator
+            placed = iterator.peek()
+            if placed is None:
+                raise BatchError("the source has no batch, so it cannot be told what one looks like")
+            leaves = self._blueprint.learn_spec(placed)
+        return BatchSpec(leaves, self._blueprint.ahead)
+
+    def __len__(self) -> int:
+        """Steps of the next run.
+
+        Raises:
+            TypeError: it is not known (no length, or epochs=None).
+        """
+        return self._blueprint.steps()
+
+    def close(self) -> None:
+        """Close every live run. The loader may be iterated again, unless its source is one-shot."""
+        self._asked = None
+        for iterator in list(self._runs):
+            iterator.close()
+
+    async def aclose(self) -> None:
+        """`close` without blocking the event loop."""
+        await aio.checkpoint()
+        await aio.in_thread(self.close)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Loader:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await aio.in_thread(self.close)
+
+    def __repr__(self) -> str:
+        live = self.live_runs()
+        state = f"{len(live)} live run{'s' if len(live) != 1 else ''}" if live else self._blueprint.rest()
+        return f"<Loader over {self._blueprint.describe()}: {state}>"
+
+
+def prefetch(source: Any, sharding: Any = None, **options: Any) -> Loader:
+    """`Loader` under the name that reads well around an iterator: `for batch in ps.prefetch(batches, sharding): ...`."""
+    return Loader(source, sharding, **options)

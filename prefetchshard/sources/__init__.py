@@ -1,0 +1,97 @@
+"""What may be a source, and how it is recognised: the first rule that matches.
+
+1. arrays: a NumPy array, or a mapping, tuple or registered container of them;
+2. dataset: `__len__` and `__getitem__`;
+3. iterable or iterator: `__iter__`, `__next__`;
+4. async iterable: `__aiter__`, or what `ps.from_this_loop` returns;
+5. factory: a callable that returns any of these, called once an epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from prefetchshard.errors import ConfigError, PrefetchWarning
+from prefetchshard.sources.arrays import Arrays, find_arrays
+from prefetchshard.sources.asynchronous import AsyncStream, FromThisLoop
+from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.iterables import FactoryStream, IterableStream, Stream
+
+Source: TypeAlias = Arrays | Dataset | Stream
+
+
+def recognise(source: Any, *, batched: bool) -> Source:
+    """Which kind of source it is.
+
+    Args:
+        source: what the user gave.
+        batched: whether a batch size was given, so that items are examples.
+
+    Raises:
+        ConfigError: none of the kinds, or one that cannot be read as asked; the text says the way out.
+    """
+    if isinstance(source, (str, bytes, bytearray)):
+        raise ConfigError(f"a {type(source).__qualname__} is not a source of batches; open the file and yield its examples")
+    if source is None:
+        raise ConfigError("the source is None")
+    arrays = find_arrays(source)
+    if arrays is not None:
+        if not batched:
+            raise ConfigError(
+                "the source is arrays, and without batch_size it cannot be told what one batch is; pass batch_size=..., "
+                "or wrap a single batch as a list: [batch]"
+            )
+        return arrays
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not _is_mapping(source):
+        return Dataset(source)
+    _warn_of_fork(source)
+    return _stream(source, batched)
+
+
+def _stream(source: Any, batched: bool) -> Stream:
+    if isinstance(source, FromThisLoop):
+        return AsyncStream(source.iterable, source.home)
+    if hasattr(source, "__next__") or hasattr(source, "__iter__"):
+        return IterableStream(source)
+    if hasattr(source, "__aiter__"):
+        return AsyncStream(source)
+    if callable(source):
+        return FactoryStream(source, lambda made: _stream_of_epoch(made, batched))
+    raise ConfigError(
+        f"an object of type {type(source).__module__}.{type(source).__qualname__} is no source: it has none of __getitem__ with __len__, "
+        f"__iter__, __next__, __aiter__, and cannot be called"
+    )
+
+
+def _stream_of_epoch(made: Any, batched: bool) -> Stream:
+    """What a factory returned for one epoch, read in order by one thread whatever it is."""
+    if callable(made) and not any(hasattr(made, name) for name in ("__iter__", "__getitem__", "__aiter__")):
+        raise ConfigError(f"the factory returned something callable ({type(made).__qualname__}), not a source")
+    found = recognise(made, batched=batched)
+    if isinstance(found, Arrays):
+        return IterableStream(found.examples([row])[0] for row in range(found.length))
+    if isinstance(found, Dataset):
+        return IterableStream(found.read([row])[0] for row in range(found.length))
+    return found
+
+
+def _is_mapping(source: Any) -> bool:
+    return isinstance(source, Mapping) or (hasattr(source, "keys") and not hasattr(source, "__getitems__"))
+
+
+def _warn_of_fork(source: Any) -> None:
+    """A torch DataLoader whose workers are forked from a process in which JAX runs may hang (JAX's threads hold locks)."""
+    if not type(source).__module__.startswith("torch") or not getattr(source, "num_workers", 0) or not sys.platform.startswith("linux"):
+        return
+    context = getattr(source, "multiprocessing_context", None)
+    method = context if isinstance(context, str) or context is None else context.get_start_method()
+    if method in (None, "fork") and sys.version_info < (3, 14):
+        warnings.warn(
+            f"a torch DataLoader with num_workers={source.num_workers} forks its workers from a process in which JAX runs, which can hang; "
+            f"pass multiprocessing_context='spawn' to it (or num_workers=0: this loader's own threads read ahead)",
+            PrefetchWarning,
+            stacklevel=5,
+        )

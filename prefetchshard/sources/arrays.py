@@ -1,0 +1,134 @@
+"""Arrays in host memory or in files: rows are gathered straight into the staging slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from prefetchshard.batches import AnyArray
+from prefetchshard.config import Narrow
+from prefetchshard.errors import ConfigError
+from prefetchshard.leaves import as_array, canonical, is_numeric, store
+
+Rows = slice | AnyArray
+
+ROW_LOOP_BYTES = 1 << 14
+"""From this size of a row on, copying row by row costs less than the copy that fancy indexing makes first."""
+
+
+class Arrays:
+    """A tree of arrays of one leading size.
+
+    Attributes:
+        length: rows.
+        leaves: the arrays, in the order of the tree's leaves.
+    """
+
+    kind = "arrays"
+
+    def __init__(self, tree: Any, leaves: list[AnyArray], length: int) -> None:
+        self.tree = tree
+        self.leaves = leaves
+        self.length = length
+        self._treedef = jax.tree.structure(tree)
+
+    def unflatten(self, leaves: list[Any]) -> Any:
+        """A tree like the source's over other leaves."""
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def examples(self, rows: list[int]) -> list[Any]:
+        """Examples of their own: what a transform does to them never reaches the source."""
+        return [self.unflatten([np.array(leaf[row]) if leaf.ndim > 1 else leaf[row] for leaf in self.leaves]) for row in rows]
+
+    def gathered(self, rows: Rows) -> Any:
+        """The rows as a new batch."""
+        return self.unflatten([np.array(leaf[rows]) for leaf in self.leaves])
+
+
+def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: Narrow, first_row: int) -> None:
+    """Copy rows of `source` `(length, *example)` into `view` `(rows, *example)`, in one pass wherever NumPy allows it.
+
+    `np.take(..., out=)` copies the whole source first where that is not contiguous, and buffers its output unless `mode="clip"`.
+    """
+    if isinstance(rows, slice):
+        store(view, source[rows], path=path, policy=policy, row=first_row)
+    elif source.dtype != view.dtype:
+        store(view, source[rows], path=path, policy=policy, row=first_row)
+    elif source.flags.c_contiguous and source.flags.aligned:
+        np.take(source, rows, axis=0, out=view, mode="clip")
+    elif view[:1].nbytes >= ROW_LOOP_BYTES:
+        for i, row in enumerate(rows.tolist()):
+            view[i] = source[row]
+    else:
+        view[...] = source[rows]
+
+
+def find_arrays(source: Any) -> Arrays | None:
+    """The source as arrays, or None where it is something else.
+
+    Raises:
+        ConfigError: it looks like arrays and cannot be used as such; the text says the way out.
+    """
+    if isinstance(source, jax.Array):
+        raise ConfigError(
+            "the source is a jax.Array: its rows would come back to the host to be sent again; pass np.asarray(source), "
+            "or a list of batches if each item is one"
+        )
+    if isinstance(source, np.ndarray):
+        return _checked(source, [source], [""])
+    if isinstance(source, list) or not _is_container(source):
+        return None
+    paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(source, is_leaf=lambda node: node is not source and isinstance(node, list))
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths_and_leaves]
+    leaves = [leaf for _, leaf in paths_and_leaves]
+    if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return _checked(source, leaves, paths)
+    if isinstance(source, Mapping) or any(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
+        _refuse(source, paths, leaves)
+    return None
+
+
+def _is_container(source: Any) -> bool:
+    """A mapping, a tuple, or a container that JAX knows; a mapping that JAX does not know is turned away by name."""
+    if isinstance(source, (Mapping, tuple)):
+        return True
+    return not hasattr(source, "__next__") and not jax.tree_util.all_leaves([source]) and source is not None
+
+
+def _refuse(source: Any, paths: list[str], leaves: list[Any]) -> None:
+    odd = next(((p, leaf) for p, leaf in zip(paths, leaves, strict=True) if not isinstance(leaf, np.ndarray)), None)
+    if isinstance(source, Mapping) and (odd is None or not paths or odd[1] is source):
+        raise ConfigError(
+            f"the source is a mapping of type {type(source).__qualname__} without arrays that JAX can see; "
+            f"pass dict(source), or wrap the values in NumPy arrays of one leading size"
+        )
+    assert odd is not None
+    path, leaf = odd
+    what = "a list" if isinstance(leaf, list) else f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    raise ConfigError(
+        f"the source is a {type(source).__qualname__} whose entry {path!r} is {what}, not a NumPy array: make every entry an array of "
+        f"one leading size (np.asarray({path or 'entry'})), or pass a list of examples, or a list of batches without batch_size"
+    )
+
+
+def _checked(tree: Any, leaves: list[AnyArray], paths: list[str]) -> Arrays:
+    arrays: list[AnyArray] = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf.ndim == 0:
+            raise ConfigError(f"array {path or '(the source)'} has no axis of rows: its shape is ()")
+        plain = leaf.view(np.ndarray) if not isinstance(leaf, np.ma.MaskedArray) else leaf
+        arrays.append(as_array(plain, path) if is_numeric(plain.dtype) and plain is not leaf else plain)
+    lengths = {path or "(the source)": leaf.shape[0] for path, leaf in zip(paths, arrays, strict=True)}
+    if len(set(lengths.values())) != 1:
+        raise ConfigError(
+            f"the arrays differ in their leading size: {lengths}; all must have one row an example "
+            f"(a tuple or mapping is read as columns; pass a list for separate items)"
+        )
+    return Arrays(tree, arrays, arrays[0].shape[0])
+
+
+def slot_dtype(leaf: AnyArray, x64: bool) -> np.dtype[Any]:
+    return canonical(leaf.dtype, x64)

@@ -1,0 +1,245 @@
+"""Async iterables: pulled in an event loop of their own, or in the loop that their queues and streams are bound to."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from prefetchshard.errors import ConfigError, SourceError
+from prefetchshard.parking import Parking
+from prefetchshard.sources.iterables import END, EndType, Items
+
+LOOP_THREAD = "prefetchshard-loop"
+
+
+class HomeLoop:
+    """The event loop in which an async source lives, and the way to call into it from another thread."""
+
+    def __init__(self) -> None:
+        token = anyio.lowlevel.current_token().native_token
+        self.thread = threading.get_ident()
+        self._asyncio = token if isinstance(token, asyncio.AbstractEventLoop) else None
+        self._token: Any = token
+
+    def call_soon(self, function: Callable[[], object]) -> bool:
+        """Call it in the loop. False where the loop is closed. Never blocks."""
+        try:
+            if self._asyncio is not None:
+                self._asyncio.call_soon_threadsafe(function)
+            else:
+                self._token.run_sync_soon(function)
+        except RuntimeError:  # trio.RunFinishedError is one too
+            return False
+        return True
+
+    def start(self, task: Callable[[], Any], keep: Callable[[Any], object]) -> bool:
+        """Run an async function as a task of the loop."""
+
+        def start() -> None:
+            if self._asyncio is not None:
+                keep(self._asyncio.create_task(task()))
+            else:
+                sys.modules["trio"].lowlevel.spawn_system_task(task)
+
+        return self.call_soon(start)
+
+
+class _Pump:
+    """Pulls an async iterator, one item a request, always in the same task.
+
+    One task, because cancel scopes and task groups inside an async generator belong to the task that entered them. While it waits for
+    a request the loop runs, so what the source does in the background goes on.
+    """
+
+    def __init__(self, iterable: Any) -> None:
+        self._iterable = iterable
+        self._wanted: anyio.Event | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._requests = 0
+        self._stopped = False
+        self._answer: tuple[Any, BaseException | None] | None = None
+        self._answered = Parking()
+        self._over = False
+        self._task: Any = None
+
+    def keep(self, task: Any) -> None:
+        self._task = task  # asyncio holds its tasks weakly
+
+    # -- in the loop
+
+    async def run(self) -> None:
+        try:
+            with anyio.CancelScope() as self._scope:
+                if not self._stopped:
+                    await self._serve()
+        finally:
+            self._over = True
+            self._answered.wake()
+
+    async def _serve(self) -> None:
+        iterator = aiter(self._iterable)
+        try:
+            while await self._next_request():
+                try:
+                    self._reply(await anext(iterator), None)
+                except StopAsyncIteration:
+                    self._reply(END, None)
+                except BaseException as error:
+                    if isinstance(error, anyio.get_cancelled_exc_class()):
+                        if self._stopped:
+                            raise
+                        # A cancellation that we did not ask for is the source's own failure, or the loop going down.
+                        self._reply(None, SourceError("the async source was cancelled"))
+                        raise
+                    self._reply(None, error)
+        finally:
+            close = getattr(iterator, "aclose", None)
+            if close is not None:
+                with anyio.move_on_after(1, shield=True):
+                    await close()
+
+    async def _next_request(self) -> bool:
+        while not self._requests and not self._stopped:
+            self._wanted = anyio.Event()
+            await self._wanted.wait()
+        self._requests = 0
+        return not self._stopped
+
+    def _reply(self, item: Any, error: BaseException | None) -> None:
+        self._answer = (item, error)
+        self._answered.wake()
+
+    def wanted(self) -> None:
+        self._requests += 1
+        if self._wanted is not None:
+            self._wanted.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+    # -- in the source's thread
+
+    def answer(self, request: Callable[[Callable[[], object]], bool], cancelled: Callable[[], bool]) -> Any | EndType:
+        self._answer = None
+        if not request(self.wanted):
+            raise SourceError("the event loop of the async source is closed")
+        self._answered.wait(lambda: self._answer is not None or self._over or cancelled())
+        if self._answer is None:
+            if cancelled():
+                return END
+            raise SourceError("the event loop of the async source was closed while an item was awaited")
+        item, error = self._answer
+        if error is not None:
+            raise error
+        return item
+
+    def wake(self) -> None:
+        self._answered.wake()
+
+
+class AsyncItems:
+    """The items of an async iterable, pulled from a thread.
+
+    Args:
+        iterable: has `__aiter__`.
+        home: the loop it is bound to; None: a loop of its own, in a thread of its own, on asyncio.
+    """
+
+    closable_from_outside = False
+
+    def __init__(self, iterable: Any, home: HomeLoop | None) -> None:
+        self._pump = _Pump(iterable)
+        self._home = home
+        self._thread: threading.Thread | None = None
+        self._cancelled = False
+        self._started = False
+
+    def _start(self) -> HomeLoop:
+        self._started = True
+        if self._home is None:
+            ready = Parking()
+            found: list[HomeLoop] = []
+            self._thread = threading.Thread(target=self._own_loop, args=(found, ready), name=LOOP_THREAD, daemon=True)
+            self._thread.start()
+            ready.wait(lambda: bool(found))
+            self._home = found[0]
+        elif not self._home.start(self._pump.run, self._pump.keep):
+            raise SourceError("the event loop of ps.from_this_loop is closed")
+        return self._home
+
+    def _own_loop(self, found: list[HomeLoop], ready: Parking) -> None:
+        async def main() -> None:
+            found.append(HomeLoop())
+            ready.wake()
+            await self._pump.run()
+
+        anyio.run(main, backend="asyncio")
+
+    def pull(self) -> Any | EndType:
+        if self._cancelled:
+            return END
+        home = self._home if self._started and self._home is not None else self._start()
+        return self._pump.answer(home.call_soon, lambda: self._cancelled)
+
+    def interrupt(self) -> None:
+        self._cancelled = True
+        if self._started and self._home is not None:
+            self._home.call_soon(self._pump.stop)
+        self._pump.wake()
+
+    def close(self) -> None:
+        self.interrupt()
+        if self._thread is not None:
+            self._thread.join(1.5)
+
+
+class AsyncStream:
+    """Something with `__aiter__`; one-shot where it has `__anext__`."""
+
+    kind = "async iterator"
+    length = None
+
+    def __init__(self, iterable: Any, home: HomeLoop | None = None) -> None:
+        self.one_shot = hasattr(iterable, "__anext__")
+        self.home = home
+        self._iterable = iterable
+
+    def open(self, epoch: int) -> Items:
+        del epoch
+        return AsyncItems(self._iterable, self.home)
+
+
+class FromThisLoop:
+    """An async iterable, bound to the event loop in which this was made; see `from_this_loop`."""
+
+    def __init__(self, iterable: Any) -> None:
+        if not hasattr(iterable, "__aiter__"):
+            raise ConfigError(f"ps.from_this_loop takes an async iterable, not {type(iterable).__qualname__}")
+        try:
+            self.home = HomeLoop()
+        except Exception as error:  # which one depends on the async library
+            raise ConfigError("ps.from_this_loop must be called in a running event loop, the one that the source is bound to") from error
+        self.iterable = iterable
+
+
+def from_this_loop(iterable: Any) -> FromThisLoop:
+    """An async iterable that is pulled in the event loop where this is called, for queues and streams that are bound to that loop.
+
+    Consume the loader with `async for` (or in another thread): a `for` in this loop's own thread would block the loop that has to
+    produce, and raises.
+
+    Args:
+        iterable: has `__aiter__`.
+
+    Raises:
+        ConfigError: no event loop runs here.
+    """
+    return FromThisLoop(iterable)

@@ -1,0 +1,153 @@
+"""Iterables, iterators, generators and factories: one thread pulls."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from prefetchshard.errors import SourceError
+
+
+class _End(enum.Enum):
+    END = "END"
+
+
+END: Final = _End.END
+EndType: TypeAlias = Literal[_End.END]
+
+
+class Items(Protocol):
+    """The items of one epoch. `pull` and `close` are called by the source's thread."""
+
+    def pull(self) -> Any | EndType:
+        """The next item, or END."""
+        ...
+
+    def interrupt(self) -> None:
+        """Called from any thread once nothing more is wanted: makes a blocked `pull` return where that can be. Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the source."""
+        ...
+
+    @property
+    def closable_from_outside(self) -> bool:
+        """Whether `close` may be called while another thread is inside `pull`."""
+        ...
+
+
+class Stream(Protocol):
+    """A source that is pulled.
+
+    Attributes:
+        kind: the word for it in states and errors.
+        one_shot: it can be read once.
+        length: items of an epoch, where known.
+    """
+
+    kind: str
+    one_shot: bool
+
+    @property
+    def length(self) -> int | None: ...
+
+    def open(self, epoch: int) -> Items:
+        """The items of an epoch. Called by the source's thread."""
+        ...
+
+
+class IteratorItems:
+    """The items of an iterator."""
+
+    def __init__(self, iterator: Any, *, ours: bool) -> None:
+        self._iterator = iterator
+        self._next = iterator.__next__
+        self._ours = ours  # opened by us, or given to us to be used up: ours to close
+
+    def pull(self) -> Any | EndType:
+        try:
+            return self._next()
+        except StopIteration:
+            return END
+
+    def interrupt(self) -> None:
+        pass
+
+    @property
+    def closable_from_outside(self) -> bool:
+        """A generator refuses while it runs, and its clean-up belongs into its own thread."""
+        return self._ours and not isinstance(self._iterator, types.GeneratorType) and callable(getattr(self._iterator, "close", None))
+
+    def close(self) -> None:
+        close = getattr(self._iterator, "close", None)
+        if self._ours and callable(close):
+            close()
+
+
+class IterableStream:
+    """Something with `__iter__` (opened once an epoch) or `__next__` (one-shot)."""
+
+    kind = "iterator"
+
+    def __init__(self, iterable: Any) -> None:
+        self.one_shot = hasattr(iterable, "__next__")
+        self._iterable = iterable
+
+    @property
+    def length(self) -> int | None:
+        return length_of(self._iterable)
+
+    def open(self, epoch: int) -> Items:
+        del epoch
+        return IteratorItems(self._iterable if self.one_shot else iter(self._iterable), ours=True)
+
+
+class FactoryStream:
+    """A callable that returns a new source for each epoch."""
+
+    kind = "factory"
+    one_shot = False
+    length = None
+
+    def __init__(self, factory: Callable[..., Any], resolve: Callable[[Any], Stream]) -> None:
+        self._factory = factory
+        self._resolve = resolve
+        self._takes_epoch = takes_parameter(factory, "epoch")
+
+    def open(self, epoch: int) -> Items:
+        made = self._factory(epoch=epoch) if self._takes_epoch else self._factory()
+        if made is None:
+            raise SourceError(f"the factory {name_of(self._factory)} returned None for epoch {epoch}; it must return a source")
+        set_epoch(made, epoch)
+        return self._resolve(made).open(epoch)
+
+
+def length_of(source: Any) -> int | None:
+    """`len(source)` where it has one that works."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def set_epoch(source: Any, epoch: int) -> None:
+    """Tell a source that wants to know which epoch comes (torch samplers, HF datasets)."""
+    tell = getattr(source, "set_epoch", None)
+    if callable(tell):
+        tell(epoch)
+
+
+def takes_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function has a parameter of that name; False where its signature cannot be read."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)

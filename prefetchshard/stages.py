@@ -1,0 +1,176 @@
+"""The transfer stage: takes host batches, puts them on the devices, and hands on what is ready."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from prefetchshard.batches import HostBatch, PlacedBatch
+from prefetchshard.bounded_queue import EMPTY, BoundedQueue
+from prefetchshard.clock import Clock
+from prefetchshard.device_work import DeviceTransform, stand_in, step_value
+from prefetchshard.faults import note, presentable
+from prefetchshard.planning import MASK, Kind, Plan
+from prefetchshard.shardings import replicated_like
+from prefetchshard.statistics import Meters
+from prefetchshard.transfer import is_key, put
+
+_jax: Any = jax
+_jnp: Any = jnp
+
+HostQueue: TypeAlias = BoundedQueue[HostBatch[Plan]]
+ReadyQueue: TypeAlias = BoundedQueue[PlacedBatch]
+
+
+class Flight:
+    """A transfer on its way."""
+
+    __slots__ = ("arrays", "dispatched_at", "host", "step")
+
+    def __init__(self, host: HostBatch[Plan], arrays: list[Any], step: Any, dispatched_at: float) -> None:
+        self.host = host
+        self.arrays = arrays
+        self.step = step
+        self.dispatched_at = dispatched_at
+
+
+class Placer:
+    """Dispatches transfers, waits for them, and makes what the consumer gets.
+
+    Args:
+        device_transform: or None.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, device_transform: DeviceTransform | None, clock: Clock) -> None:
+        self._device_transform = device_transform
+        self._clock = clock
+        self._rows_epoch = -1
+        self._rows = 0
+
+    def dispatch(self, host: HostBatch[Plan]) -> Flight:
+        """Dispatch the transfer of a batch; one call for all its leaves."""
+        plan = host.plan
+        views = host.memory.views if host.memory is not None else ()
+        leaves: list[Any] = []
+        for n, (index, shape) in enumerate(zip(plan.put_order, plan.put_shapes, strict=True)):
+            if index == MASK or plan.leaves[index].kind is Kind.STAGED:
+                view = views[n]
+                leaves.append(view if view.shape == shape else view.reshape(shape))
+            else:
+                leaves.append(_device_leaf(plan, index, shape, host.passed.pop(index)))
+        step = None
+        shardings = plan.put_shardings
+        began = self._clock()
+        if self._device_transform is not None and self._device_transform.wants_key and shardings:
+            arrays = put(
+                [*leaves, step_value(host.position.step)], [*shardings, replicated_like(shardings[0])], paths=[*plan.put_paths, "(step)"]
+            )
+            step = arrays.pop()
+        else:
+            arrays = put(leaves, shardings, paths=plan.put_paths)
+        return Flight(host, arrays, step, began)
+
+    def land(self, flight: Flight) -> PlacedBatch:
+        """Wait until a transfer is ready, and put its batch together."""
+        _jax.block_until_ready(flight.arrays)
+        host = flight.host
+        ready_at = self._clock()
+        if host.memory is not None:
+            host.memory.release()
+            host.memory = None
+        placed = PlacedBatch(self._batch(flight), host.position, flight.dispatched_at, host.plan.nbytes, host.rows, host.plan.spec)
+        placed.ready_at = ready_at
+        self._count_rows(host)
+        return placed
+
+    def _batch(self, flight: Flight) -> Any:
+        host = flight.host
+        if self._device_transform is None:
+            return host.plan.assemble(flight.arrays, host.passed)
+        stand_ins = {index: stand_in(index) for index in host.passed}
+        return self._device_transform(host.plan.assemble(flight.arrays, stand_ins), host.passed, flight.step)
+
+    def _count_rows(self, host: HostBatch[Plan]) -> None:
+        """Batches of the source's own making are counted here, where they come in order."""
+        position = host.position
+        if position.rows == 0:
+            if position.epoch != self._rows_epoch:
+                self._rows_epoch, self._rows = position.epoch, 0
+            position.first_row = self._rows
+            self._rows += host.rows
+            position.rows = self._rows
+
+
+def _device_leaf(plan: Plan, index: int, shape: tuple[int, ...], value: Any) -> Any:
+    """A leaf that is on devices already, with its padding rows and in its microbatches."""
+    leaf = plan.leaves[index]
+    if leaf.kind is Kind.KEYS:
+        value = _jnp.stack(value)
+    if leaf.has_rows and plan.rows is not None and value.shape[0] < plan.rows:
+        missing = plan.rows - value.shape[0]
+        if is_key(value):
+            filling = _jnp.repeat(value[-1:], missing, axis=0)  # any valid key: its rows are masked
+        else:
+            padding = np.asarray(0 if plan.pad is None else plan.pad.value).astype(value.dtype)
+            filling = _jnp.full((missing, *value.shape[1:]), padding)
+        value = _jnp.concatenate([value, filling])
+    return value if value.shape == shape else _jnp.reshape(value, shape)
+
+
+def transfer(inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meters, in_flight: int) -> None:
+    """Move batches from the host to the devices until there are no more, or none is wanted.
+
+    Args:
+        inbox: host batches, in order; their places are released when their transfers are ready.
+        placer: does what has to do with devices.
+        outbox: ready batches.
+        meters: what is measured.
+        in_flight: transfers that may be on their way at once.
+    """
+    flying: deque[Flight] = deque()
+    failure: BaseException | None = None
+    try:
+        while not outbox.cancelled:
+            if len(flying) < in_flight and (inbox.has_ready() or not flying):
+                if not flying and not inbox.wait_ready():
+                    break
+                host = inbox.take_nowait()
+                if host is not EMPTY:
+                    flying.append(_dispatch(placer, host))
+            elif not _deliver(placer, flying.popleft(), inbox, outbox, meters):
+                break
+        failure = inbox.failure
+    except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+        failure = presentable(error, "placing a batch")
+    try:
+        while flying and not outbox.cancelled:  # placed before the fault
+            if not _deliver(placer, flying.popleft(), inbox, outbox, meters):
+                break
+    except BaseException as error:  # noqa: BLE001 - as above; it comes first
+        failure = presentable(error, "placing a batch")
+    inbox.cancel()
+    outbox.end(failure)
+
+
+def _dispatch(placer: Placer, host: HostBatch[Plan]) -> Flight:
+    try:
+        return placer.dispatch(host)
+    except BaseException as error:
+        note(error, "placing", host.position)
+        raise
+
+
+def _deliver(placer: Placer, flight: Flight, inbox: HostQueue, outbox: ReadyQueue, meters: Meters) -> bool:
+    try:
+        placed = placer.land(flight)
+    except BaseException as error:
+        note(error, "placing", flight.host.position)
+        raise
+    inbox.release()
+    meters.transfer_seconds += placed.ready_at - placed.dispatched_at
+    return outbox.put(placed)

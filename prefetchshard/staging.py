@@ -1,0 +1,172 @@
+"""The staging ring: host memory that the workers write and the devices read, made once and used again.
+
+On the CPU backend JAX aliases aligned NumPy memory for as long as any array over it lives (its copies are made after the call
+returned), so memory is given away with the batch. It comes back when the last reference has died: a weak reference to the buffer
+under the array says so. On accelerators a slot may be written again as soon as the transfer out of it is ready.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from prefetchshard.batches import AnyArray, Memory
+
+ALIGNMENT = 64
+"""Bytes: JAX aliases (CPU) memory that begins at a multiple of this, and copies other memory a second time."""
+
+SMALL_BYTES = 1 << 16
+"""Leaves below this are cheaper to allocate anew than to track."""
+
+SIZES_KEPT = 16
+"""Free buffers are kept for so many sizes; batches of varying length (bucketed text) have a few."""
+
+Shape = tuple[int, ...]
+
+
+class StagingStats(msgspec.Struct, frozen=True):
+    """Attributes:
+    made: buffers allocated so far. Steady while batches go on: the ring is reused.
+    reused: buffers that were used again.
+    free_bytes: held for reuse now.
+    """
+
+    made: int
+    reused: int
+    free_bytes: int
+
+
+class Staging(Protocol):
+    """Memory for batches. Thread safety: `lease` may be called from any thread."""
+
+    def lease(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> Memory:
+        """Memory for one batch: a writable, aligned view a leaf. Never waits: what bounds it is the queue's reservation."""
+        ...
+
+    def stats(self) -> StagingStats: ...
+
+
+class _Views:
+    """Memory that nobody writes again."""
+
+    __slots__ = ("views",)
+
+    def __init__(self, views: tuple[AnyArray, ...]) -> None:
+        self.views = views
+
+    def release(self) -> None:
+        self.views = ()
+
+
+class _Loan(weakref.ref[Any]):
+    """Watches a buffer that was given away; brings its memory back."""
+
+    __slots__ = ("memory",)
+    memory: AnyArray
+
+
+def aligned_bytes(nbytes: int) -> AnyArray:
+    """Fresh memory that begins at a multiple of `ALIGNMENT`."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def nbytes_of(shape: Shape, dtype: np.dtype[Any]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+class AliasedStaging:
+    """The ring for the CPU backend: memory goes away with the batch and comes back when its last reference has died.
+
+    Args:
+        capacity: free buffers kept of each size; beyond it returned memory is freed.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()  # guards _free, _lent and the counts; never taken by the weak references' callbacks
+        self._free: dict[int, list[AnyArray]] = {}
+        self._lent: set[_Loan] = set()
+        # A callback may run in any thread and inside any allocation, so all it does is this reentrant put.
+        self._back: queue.SimpleQueue[_Loan] = queue.SimpleQueue()
+        self._made = 0
+        self._reused = 0
+
+    def lease(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> Memory:
+        sizes = [nbytes_of(shape, dtype) for shape, dtype in leaves]
+        small = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes if size < SMALL_BYTES)
+        slab = aligned_bytes(small) if small else None
+        offset = 0
+        views: list[AnyArray] = []
+        for (shape, dtype), size in zip(leaves, sizes, strict=True):
+            if size >= SMALL_BYTES:
+                views.append(self._large(shape, dtype, size))
+                continue
+            if size == 0 or slab is None:
+                views.append(np.empty(shape, dtype))
+                continue
+            views.append(np.ndarray(shape, dtype, slab, offset))
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        return _Views(tuple(views))
+
+    def _large(self, shape: Shape, dtype: np.dtype[Any], size: int) -> AnyArray:
+        with self._lock:
+            self._collect()
+            free = self._free.get(size)
+            memory = free.pop() if free else None
+            if memory is None:
+                self._made += 1
+            else:
+                self._reused += 1
+        if memory is None:
+            memory = aligned_bytes(size)
+        buffer = (ctypes.c_uint8 * size).from_buffer(memory)  # pyright: ignore[reportArgumentType] - an ndarray exports a buffer
+        loan = _Loan(buffer, self._back.put)
+        loan.memory = memory
+        with self._lock:
+            self._lent.add(loan)
+        return np.ndarray(shape, dtype, buffer)
+
+    def _collect(self) -> None:
+        """Take back what died since the last call. The caller holds the lock."""
+        while True:
+            try:
+                loan = self._back.get_nowait()
+            except queue.Empty:
+                return
+            self._lent.discard(loan)
+            size = loan.memory.nbytes
+            free = self._free.pop(size, [])
+            if len(free) < self._capacity:
+                free.append(loan.memory)
+            self._free[size] = free  # last in the dict: most recently used
+            while len(self._free) > SIZES_KEPT:
+                del self._free[next(iter(self._free))]
+
+    def stats(self) -> StagingStats:
+        with self._lock:
+            self._collect()
+            return StagingStats(self._made, self._reused, sum(size * len(free) for size, free in self._free.items()))
+
+
+class FreshStaging:
+    """New memory for every batch: right on every backend, and what is left where nothing better is known."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def lease(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> Memory:
+        self._made += len(leaves)
+        return _Views(tuple(aligned_bytes(nbytes_of(shape, dtype)).view(dtype).reshape(shape) for shape, dtype in leaves))
+
+    def stats(self) -> StagingStats:
+        return StagingStats(self._made, 0, 0)

@@ -1,0 +1,94 @@
+"""What many tests need: memory of a known alignment, the library's threads, programs run in a process of their own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "prefetchshard"
+THREAD_PREFIX = "prefetchshard"
+PATIENCE_SECONDS = 5.0
+"""How long a thread that was told to end may take for it."""
+
+
+def aligned(shape: int | tuple[int, ...], dtype: Any = np.float32, offset: int = 0) -> np.ndarray:
+    """Uninitialised memory that starts `offset` bytes after a multiple of 64.
+
+    The CPU backend of JAX aliases it at offset 0; at offset 4 it copies, and does so after `device_put` has returned.
+    """
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 128, np.uint8)
+    start = (-raw.ctypes.data) % 64 + offset
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def loader_threads() -> list[threading.Thread]:
+    """The threads of the library that live now."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+
+
+def threads_left(before: set[threading.Thread]) -> list[threading.Thread]:
+    """The library's threads that are not in `before` and do not end within `PATIENCE_SECONDS`."""
+    gc.collect()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    left: list[threading.Thread] = []
+    for thread in loader_threads():
+        if thread not in before:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                left.append(thread)
+    return left
+
+
+def stacks(threads: list[threading.Thread]) -> str:
+    """Name and stack of each thread, to be read by a person."""
+    frames = sys._current_frames()
+    parts: list[str] = []
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (ended meanwhile)\n"
+        parts.append(f"{thread.name} (daemon={thread.daemon}):\n{stack}")
+    return "\n".join(parts)
+
+
+def run_python(
+    code: str, timeout: float = 60.0, *, args: tuple[str, ...] = (), env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `code` (indented as it may be) as a program of its own, which sees eight CPU devices.
+
+    A test of a hang asserts `returncode == 0`: a program still running after `timeout` seconds fails the test by
+    `subprocess.TimeoutExpired`, whose text holds what the program had printed, the stacks of its threads included.
+    """
+    watchdog = f"import faulthandler; faulthandler.dump_traceback_later({max(timeout - 2.0, timeout / 2)})\n"
+    return run_command([sys.executable, "-c", watchdog + textwrap.dedent(code), *args], timeout, env=env)
+
+
+def run_command(command: list[str], timeout: float = 60.0, *, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the repository, with no standard input; see `run_python`."""
+    try:
+        return subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        for name, output in (("stdout", error.stdout), ("stderr", error.stderr)):
+            text = output.decode(errors="replace") if isinstance(output, bytes) else output
+            error.add_note(f"{name}:\n{text or '(nothing)'}")
+        raise

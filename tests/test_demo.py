@@ -1,0 +1,61 @@
+"""The demonstration, run as a user runs it."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from support import run_command
+
+
+def demo(*arguments: str, timeout: float = 120.0) -> tuple[int, str]:
+    done = run_command([sys.executable, "-W", "error", "-m", "prefetchshard", "demo", *arguments], timeout)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def fingerprint(output: str) -> str:
+    found = re.search(r"Fingerprint of the final parameters: (\w+)", output)
+    assert found, output
+    return found[1]
+
+
+def test_it_learns_and_says_so() -> None:
+    code, output = demo("--epochs", "6")
+    assert code == 0
+    assert "8 cpu devices" in output
+    assert "The first batch, as it lies on the devices:" in output
+    assert len(re.findall(r"^epoch +\d+ +loss [\d.]+ +held-out digits right: \d+ of 359 \([\d.]+%\)$", output, re.MULTILINE)) == 6
+    assert re.search(r"132 steps in [\d.]+ s\. The training loop waited for input [\d.]+% of the time\.", output)
+    assert "\x1b" not in output
+
+
+def test_too_little_training_fails() -> None:
+    code, output = demo("--epochs", "1", "--mesh", "data=4,model=2")
+    assert code == 1
+    assert "mesh data=4, model=2" in output
+    assert "Failed:" in output
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    done = run_command([sys.executable, "-m", "prefetchshard", "demo", "--batch-size", "63"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("prefetchshard: error: ")
+    assert "63" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,model=2"])
+def test_plain_and_async_loops_learn_the_same(mesh: str) -> None:
+    outputs = [demo("--epochs", "6", "--mesh", mesh, *extra) for extra in ([], ["--async"], ["--async", "--backend", "trio"])]
+    assert [code for code, _ in outputs] == [0, 0, 0]
+    assert len({fingerprint(output) for _, output in outputs}) == 1
+
+
+@pytest.mark.slow
+def test_another_seed_learns_otherwise() -> None:
+    first, second = (demo("--epochs", "1", "--seed", seed)[1] for seed in ("1", "2"))
+    assert fingerprint(first) != fingerprint(second)

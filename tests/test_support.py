@@ -1,0 +1,75 @@
+"""The tests' own tools do what the other tests rely on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from support import REPOSITORY, aligned, run_command, run_python
+
+LEAVES_A_THREAD = """
+import threading, support
+
+support.PATIENCE_SECONDS = 0.1
+
+def test_leaves_a_thread():
+    threading.Thread(target=threading.Event().wait, name="prefetchshard-reader-0", daemon=True).start()
+
+def test_is_not_blamed_for_it():
+    pass
+
+def test_leaves_a_thread_and_fails():
+    threading.Thread(target=threading.Event().wait, name="prefetchshard-reader-1", daemon=True).start()
+    assert False
+
+def test_waits_for_a_thread_that_ends():
+    threading.Thread(target=lambda: None, name="prefetchshard-reader-2").start()
+"""
+
+
+def test_a_thread_that_outlives_its_test_fails_it(tmp_path: Path) -> None:
+    (tmp_path / "test_leak.py").write_text(LEAVES_A_THREAD)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-c", str(REPOSITORY / "pyproject.toml"), str(tmp_path), "-rEf"]
+    done = run_command(command, env={"PYTHONPATH": str(REPOSITORY / "tests")})
+    lines = done.stdout.splitlines()
+    assert [line.split(" - ")[0].split("::")[-1] for line in lines if line.startswith(("ERROR ", "FAILED "))] == [
+        "test_leaves_a_thread",
+        "test_leaves_a_thread_and_fails",
+    ]
+    assert "1 failed, 3 passed, 1 error" in done.stdout
+    assert "prefetchshard-reader-0 (daemon=True):" in done.stdout
+    assert "threading.py" in done.stdout
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_aligned_memory_starts_where_it_should(offset: int) -> None:
+    array = aligned((8, 3), np.int16, offset)
+    assert (array.shape, array.dtype, array.ctypes.data % 64) == ((8, 3), np.int16, offset)
+
+
+@pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="the number of virtual devices is of the CPU backend")
+def test_there_are_eight_devices_here_and_in_other_programs() -> None:
+    done = run_python("import jax; print(jax.device_count())")
+    assert (done.returncode, done.stdout.strip(), jax.device_count()) == (0, "8", 8)
+
+
+def test_a_program_that_hangs_shows_its_stacks() -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        run_python(
+            """
+            import threading
+
+            def stuck_here():
+                threading.Event().wait()
+
+            stuck_here()
+            """,
+            timeout=2.0,
+        )
+    assert "stuck_here" in "".join(caught.value.__notes__)

@@ -4,6 +4,9 @@ It is written as a user would write it, against the public names alone. `train` 
 spellings; everything that they share is in `Job`.
 """
 
+# What is unknown here is what JAX, optax and scikit-learn leave without types.
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import hashlib
@@ -22,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+from sklearn.datasets import load_digits
 
 import prefetchshard as ps
 
@@ -136,7 +139,8 @@ class Job:
         def learn(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
             value, slope = jax.value_and_grad(loss)(state.parameters, batch)
             change, optimizer_state = optimizer.update(slope, state.optimizer, state.parameters)
-            return TrainState(optax.apply_updates(state.parameters, change), optimizer_state), value
+            parameters: Any = optax.apply_updates(state.parameters, change)
+            return TrainState(parameters, optimizer_state), value
 
         def score(parameters: dict[str, jax.Array], batch: Batch) -> jax.Array:
             right = logits(parameters, batch["image"]).argmax(-1) == batch["label"]
@@ -147,16 +151,17 @@ class Job:
         self._display = display
         self._learn = jax.jit(learn, donate_argnums=0, out_shardings=(places, NamedSharding(mesh, PartitionSpec())))
         self._score = jax.jit(score)
-        self._losses: list[jax.Array] = []
+        self._loss: jax.Array | None = None  # of the last step
         self._scores: list[jax.Array] = []
 
     def learn(self, batch: Batch) -> jax.Array:
         """Starts one step. Returns what to wait for, so that one step and no more runs ahead of the loop."""
-        if not self._losses:
+        before = self._loss
+        if before is None:
             self._display.first_batch(batch)
         self.state, loss = self._learn(self.state, batch)
-        self._losses.append(loss)
-        return self._losses[-2] if len(self._losses) > 1 else loss
+        self._loss = loss
+        return loss if before is None else before
 
     def score(self, batch: Batch) -> None:
         """Starts counting the right answers of one held-out batch."""
@@ -166,7 +171,7 @@ class Job:
         right, total = (int(number) for number in np.sum([np.asarray(score) for score in self._scores], axis=0))
         self._scores.clear()
         self.accuracy = right / total
-        self._display.epoch(epoch, float(self._losses[-1]), right, total)
+        self._display.epoch(epoch, float(np.asarray(self._loss)), right, total)
 
 
 def train(job: Job, loader: ps.Loader, held_out: ps.Loader, display: Display) -> ps.Stats:
@@ -175,10 +180,10 @@ def train(job: Job, loader: ps.Loader, held_out: ps.Loader, display: Display) ->
         for batch in batches:
             job.learn(batch).block_until_ready()
             display.step()
-            if batches.position.ends_epoch:
+            if (position := batches.position) and position.ends_epoch:
                 for batch in held_out:
                     job.score(batch)
-                job.end_epoch(batches.position.epoch)
+                job.end_epoch(position.epoch)
         return batches.stats()
 
 
@@ -188,10 +193,10 @@ async def train_async(job: Job, loader: ps.Loader, held_out: ps.Loader, display:
         async for batch in batches:
             await anyio.to_thread.run_sync(job.learn(batch).block_until_ready)  # the event loop stays free
             display.step()
-            if batches.position.ends_epoch:
+            if (position := batches.position) and position.ends_epoch:
                 async for batch in held_out:
                     job.score(batch)
-                job.end_epoch(batches.position.epoch)
+                job.end_epoch(position.epoch)
         return batches.stats()
 
 

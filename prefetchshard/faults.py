@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 
 from prefetchshard.batches import Position
@@ -10,10 +9,11 @@ from prefetchshard.errors import SourceError
 
 
 def _is_control_flow(error: BaseException) -> bool:
-    if isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit, asyncio.CancelledError)):
+    if isinstance(error, (StopIteration, StopAsyncIteration, GeneratorExit)):
         return True
-    trio = sys.modules.get("trio")
-    return trio is not None and isinstance(error, trio.Cancelled)
+    # Who raises one of these has imported its module.
+    libraries = (("asyncio", "CancelledError"), ("trio", "Cancelled"))
+    return any(name in sys.modules and isinstance(error, getattr(sys.modules[name], kind, ())) for name, kind in libraries)
 
 
 def presentable(error: BaseException, where: str) -> BaseException:

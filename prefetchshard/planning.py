@@ -23,6 +23,7 @@ from prefetchshard.leaves import as_array, canonical, narrows, pad_value, refuse
 from prefetchshard.meshes import split_count
 from prefetchshard.placement import Rules
 from prefetchshard.shardings import with_leading_axis
+from prefetchshard.staging import Layout
 from prefetchshard.structures import Structure
 from prefetchshard.transfer import is_jax_array, is_key
 
@@ -81,7 +82,7 @@ class Plan:
         leaves: in the order of the structure.
         rows: global rows of a full batch; None where the leaves have no rows in common.
         staged: indices of the leaves in staging memory, in the order of the memory's views; the mask comes after them.
-        layout: shape and dtype of each view, the mask last.
+        layout: of the staging memory, the mask last.
         pad: the padding policy, or None.
         put_order: the leaf index of each array that is put, MASK for the mask.
         put_shapes: the shape in which it is put.
@@ -99,8 +100,7 @@ class Plan:
         self.microbatches = microbatches
         self.pad = pad if rows is not None else None
         self.staged = [i for i, leaf in enumerate(leaves) if leaf.kind is Kind.STAGED]
-        self.layout: list[tuple[Shape, DType]] = [(leaves[i].shape, leaves[i].target) for i in self.staged]
-        self.signature = (structure, tuple((leaf.kind, leaf.shape, leaf.dtype) for leaf in leaves))
+        in_memory: list[tuple[Shape, DType]] = [(leaves[i].shape, leaves[i].target) for i in self.staged]
         put = [*self.staged, *(i for i, leaf in enumerate(leaves) if leaf.kind in (Kind.DEVICE, Kind.KEYS))]
         self.put_order = list(put)
         self.put_shapes = [self._cut(leaves[i].shape, leaves[i].has_rows) for i in put]
@@ -109,8 +109,20 @@ class Plan:
         self.mask_index: int | None = None
         if self.pad is not None and rows is not None:
             self._add_mask(rows, rules)
-        self.nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.layout)
-        self.all_staged_are_plain = len(self.staged) == len(leaves) and all(leaf.dtype == leaf.target for leaf in leaves)
+            in_memory.append(((rows,), np.dtype(bool)))
+        self.layout = Layout(in_memory)
+        self.nbytes = self.layout.nbytes
+        plain = self.mask_index is None and len(self.staged) == len(leaves) and all(leaf.dtype == leaf.target for leaf in leaves)
+        self._plain = [(leaf.shape, leaf.dtype) for leaf in leaves] if plain else None
+
+    def is_plain_for(self, leaves: Sequence[Any]) -> bool:
+        """Whether these leaves of a batch of this structure are just to be copied: NumPy arrays of the plan's shapes and dtypes."""
+        if self._plain is None:
+            return False
+        for leaf, (shape, dtype) in zip(leaves, self._plain, strict=True):
+            if type(leaf) is not np.ndarray or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+        return True
 
     def _cut(self, shape: Shape, has_rows: bool) -> Shape:
         """The shape with the microbatch axis in front."""
@@ -126,7 +138,6 @@ class Plan:
         where = rules.mask_sharding([leaf.sharding for leaf in placed], [leaf.shape for leaf in placed])
         at = len(self.staged)
         self.mask_index = at
-        self.layout.append(((rows,), np.dtype(bool)))
         self.put_order.insert(at, MASK)
         self.put_shapes.insert(at, self._cut((rows,), True))
         self.put_shardings.insert(at, self._cut_sharding(where, True))

@@ -32,6 +32,31 @@ SIZES_KEPT = 16
 Shape = tuple[int, ...]
 
 
+class Layout:
+    """How the leaves of a batch lie in staging memory, worked out once for all batches of a plan.
+
+    Args:
+        leaves: shape and dtype of each.
+
+    Attributes:
+        leaves: shape, dtype, bytes, and the offset in the slab of small leaves; None for a leaf with memory of its own.
+        slab_bytes: of all small leaves together.
+    """
+
+    __slots__ = ("leaves", "nbytes", "slab_bytes")
+
+    def __init__(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> None:
+        self.leaves: list[tuple[Shape, np.dtype[Any], int, int | None]] = []
+        self.slab_bytes = 0
+        for shape, dtype in leaves:
+            size = nbytes_of(shape, dtype)
+            small = size < SMALL_BYTES
+            self.leaves.append((shape, dtype, size, self.slab_bytes if small else None))
+            if small:
+                self.slab_bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        self.nbytes = sum(size for _, _, size, _ in self.leaves)
+
+
 class StagingStats(msgspec.Struct, frozen=True):
     """Attributes:
     made: buffers allocated so far. Steady while batches go on: the ring is reused.
@@ -47,7 +72,7 @@ class StagingStats(msgspec.Struct, frozen=True):
 class Staging(Protocol):
     """Memory for batches. Thread safety: `lease` may be called from any thread."""
 
-    def lease(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> Memory:
+    def lease(self, layout: Layout) -> Memory:
         """Memory for one batch: a writable, aligned view a leaf. Never waits: what bounds it is the queue's reservation."""
         ...
 
@@ -75,9 +100,14 @@ class _Loan(weakref.ref[Any]):
 
 def aligned_bytes(nbytes: int) -> AnyArray:
     """Fresh memory that begins at a multiple of `ALIGNMENT`."""
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    raw, start = aligned_slab(nbytes)
     return raw[start : start + nbytes]
+
+
+def aligned_slab(nbytes: int) -> tuple[AnyArray, int]:
+    """Fresh memory, and where in it `nbytes` begin at a multiple of `ALIGNMENT`."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    return raw, -raw.__array_interface__["data"][0] % ALIGNMENT
 
 
 def nbytes_of(shape: Shape, dtype: np.dtype[Any]) -> int:
@@ -101,22 +131,16 @@ class AliasedStaging:
         self._made = 0
         self._reused = 0
 
-    def lease(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> Memory:
-        sizes = [nbytes_of(shape, dtype) for shape, dtype in leaves]
-        small = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes if size < SMALL_BYTES)
-        slab = aligned_bytes(small) if small else None
-        offset = 0
-        views: list[AnyArray] = []
-        for (shape, dtype), size in zip(leaves, sizes, strict=True):
-            if size >= SMALL_BYTES:
-                views.append(self._large(shape, dtype, size))
-                continue
-            if size == 0 or slab is None:
-                views.append(np.empty(shape, dtype))
-                continue
-            views.append(np.ndarray(shape, dtype, slab, offset))
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
-        return _Views(tuple(views))
+    def lease(self, layout: Layout) -> Memory:
+        slab, start = aligned_slab(layout.slab_bytes)
+        return _Views(
+            tuple(
+                [
+                    self._large(shape, dtype, size) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
+                    for shape, dtype, size, offset in layout.leaves
+                ]
+            )
+        )
 
     def _large(self, shape: Shape, dtype: np.dtype[Any], size: int) -> AnyArray:
         with self._lock:
@@ -164,9 +188,9 @@ class FreshStaging:
     def __init__(self) -> None:
         self._made = 0
 
-    def lease(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> Memory:
-        self._made += len(leaves)
-        return _Views(tuple(aligned_bytes(nbytes_of(shape, dtype)).view(dtype).reshape(shape) for shape, dtype in leaves))
+    def lease(self, layout: Layout) -> Memory:
+        self._made += len(layout.leaves)
+        return _Views(tuple(aligned_bytes(size).view(dtype).reshape(shape) for shape, dtype, size, _ in layout.leaves))
 
     def stats(self) -> StagingStats:
         return StagingStats(self._made, 0, 0)

@@ -422,6 +422,16 @@ def test_pieces_of_the_batch(sharding: Any, pieces: int | None) -> None:
     assert resolve(sharding).batch_split() == pieces
 
 
+def test_what_stays_on_the_host() -> None:
+    rules = resolve({"a": ROWS, "b": HOST, "c": lambda *_: HOST})
+    structure = rules.flatten({"a": [rows(), rows()], "b": ["x", "y"], "c": rows()})[1]
+    assert rules.on_host(structure) == (False, False, True, False)  # a callable is asked when shapes are known
+
+
+def test_the_platform_is_that_of_the_devices() -> None:
+    assert [resolve(sharding).platform() for sharding in (None, {"a": HOST, "b": ROWS}, lambda *_: None)] == [DEVICES[0].platform] * 3
+
+
 def test_where_the_mask_goes() -> None:
     rules = resolve({"a": None, "b": NamedSharding(TWO, P("model", "data"))})
     leaves, structure = rules.flatten({"a": rows(), "b": rows(4)})

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -671,7 +672,8 @@ def test_the_file_is_whole_and_flushed_before_it_takes_the_name(tmp_path: Path, 
     real_fsync, real_replace = os.fsync, os.replace
 
     def fsync(descriptor: int) -> None:
-        calls.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else f"fsync {os.fstat(descriptor).st_size}")
+        status = os.fstat(descriptor)
+        calls.append("fsync folder" if stat.S_ISDIR(status.st_mode) else f"fsync {status.st_size}")
         real_fsync(descriptor)
 
     def replace(source: str, target: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections.abc import Callable
@@ -24,14 +23,14 @@ class HomeLoop:
     def __init__(self) -> None:
         token = anyio.lowlevel.current_token().native_token
         self.thread = threading.get_ident()
-        self._asyncio = token if isinstance(token, asyncio.AbstractEventLoop) else None
         self._token: Any = token
+        self._is_asyncio = hasattr(token, "call_soon_threadsafe")
 
     def call_soon(self, function: Callable[[], object]) -> bool:
         """Call it in the loop. False where the loop is closed. Never blocks."""
         try:
-            if self._asyncio is not None:
-                self._asyncio.call_soon_threadsafe(function)
+            if self._is_asyncio:
+                self._token.call_soon_threadsafe(function)
             else:
                 self._token.run_sync_soon(function)
         except RuntimeError:  # trio.RunFinishedError is one too
@@ -42,8 +41,8 @@ class HomeLoop:
         """Run an async function as a task of the loop."""
 
         def start() -> None:
-            if self._asyncio is not None:
-                keep(self._asyncio.create_task(task()))
+            if self._is_asyncio:
+                keep(self._token.create_task(task()))
             else:
                 sys.modules["trio"].lowlevel.spawn_system_task(task)
 

@@ -137,9 +137,15 @@ class BatchSpec(Mapping[str, LeafSpec]):
 
 
 class Memory(Protocol):
-    """The host memory of one batch, from the staging ring."""
+    """The host memory of one batch, from the staging ring.
+
+    Attributes:
+        views: one a leaf.
+        slab: the bytes in which the small leaves lie side by side.
+    """
 
     views: tuple[AnyArray, ...]
+    slab: AnyArray | None
 
     def release(self) -> None:
         """The transfer out of it is ready, or will never be made."""

@@ -68,7 +68,7 @@ class Blueprint:
         self._check_rows()
         self._device_transform = None if settings.device_transform is None else DeviceTransform(settings.device_transform, settings.seed)
         self._order = self._make_order()
-        self._spec: tuple[LeafSpec, ...] | None = None
+        self._specs: dict[bool, tuple[LeafSpec, ...]] = {}  # by whether x64 is in force: the dtypes depend on it
         self.slots = self._choose_slots()
         self.ahead = settings.depth + IN_FLIGHT + self.slots
         self._staging: Staging = AliasedStaging(self.ahead + 1) if self._rules.platform() == "cpu" else FreshStaging()
@@ -122,10 +122,13 @@ class Blueprint:
             return
         if settings.pad is not None and isinstance(source.tree, Mapping):
             check_mask_key(settings.pad, source.tree)
+        self._plan_arrays(source, x64_enabled())
+
+    def _plan_arrays(self, source: Arrays, x64: bool) -> None:
         leaves, structure = self._rules.flatten(source.tree)
-        plan = self._planner(x64_enabled()).for_arrays(leaves, structure)
-        if settings.device_transform is None:
-            self._spec = plan.spec()
+        plan = self._planner(x64).for_arrays(leaves, structure)
+        if self._settings.device_transform is None:
+            self._specs[x64] = plan.spec()
 
     # -- choices
 
@@ -193,7 +196,7 @@ class Blueprint:
         run = Run(
             self._reader(task),
             inbox,
-            Placer(self._device_transform, clock),
+            Placer(self._device_transform, clock, step=start.step, epoch=start.epoch, rows=start.rows),
             outbox,
             in_flight=IN_FLIGHT,
             meters=meters,
@@ -252,21 +255,25 @@ class Blueprint:
             )
 
     def known_spec(self) -> tuple[LeafSpec, ...] | None:
-        return self._spec
+        x64 = x64_enabled()
+        if isinstance(self._source, Arrays) and self._specs and x64 not in self._specs and self._device_transform is None:
+            self._plan_arrays(self._source, x64)
+        return self._specs.get(x64)
 
-    def learn_spec(self, placed: PlacedBatch) -> tuple[LeafSpec, ...]:
-        """The spec of the batches, from one of them."""
-        if self._device_transform is None:
-            self._spec = placed.spec()
-            return self._spec
+    def learn_spec(self, placed: PlacedBatch, *, x64: bool) -> tuple[LeafSpec, ...]:
+        """The spec of the batches, from one of them, made while x64 was in force or not."""
+        if x64 not in self._specs:
+            self._specs[x64] = placed.spec() if self._device_transform is None else self._spec_of(placed.batch)
+        return self._specs[x64]
+
+    def _spec_of(self, batch: Any) -> tuple[LeafSpec, ...]:
         found: list[LeafSpec] = []
-        for keys, leaf in _jax.tree_util.tree_flatten_with_path(placed.batch)[0]:
+        for keys, leaf in _jax.tree_util.tree_flatten_with_path(batch)[0]:
             if isinstance(leaf, jax.Array):
                 found.append(leaf_spec(path_text(keys), leaf.shape, leaf.dtype, leaf.sharding))
             else:
                 found.append(LeafSpec(path_text(keys), getattr(leaf, "shape", ()), getattr(leaf, "dtype", object), HOST, 0))
-        self._spec = tuple(found)
-        return self._spec
+        return tuple(found)
 
     def steps(self) -> int:
         """Steps of the run that would begin now.

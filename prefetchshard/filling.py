@@ -35,10 +35,12 @@ class Assembly:
         rows: examples in it; set before its last part is done.
         examples: what `collate` will get; None where examples are written as they come.
         wide: rows of leaves that are narrowed when the batch is finished, where examples come one at a time.
+        is_last: whether the source had no item after this one; None until it was asked.
     """
 
     __slots__ = (
-        "_closed", "_lock", "_parts", "before", "examples", "memory", "passed", "plan", "position", "rows", "settled", "ticket", "wide"
+        "_closed", "_lock", "_parts", "before", "examples", "is_last", "memory", "passed", "plan", "position", "rows", "settled", "ticket",
+        "wide",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +55,7 @@ class Assembly:
         self.passed: dict[int, Any] = {}
         self.examples: list[Any] | None = None
         self.wide: dict[int, AnyArray] | None = None
+        self.is_last: bool | None = None
         self._lock = threading.Lock()  # guards opening, and the count of parts
         self._parts = parts
         self._closed = parts > 0  # the number of parts is known from the start
@@ -294,10 +297,11 @@ class Wholes:
     Thread safety: any worker may call any method.
     """
 
-    def __init__(self, filler: Filler, meters: Meters, *, batch_size: int | None, shares_items: bool) -> None:
+    def __init__(self, filler: Filler, meters: Meters, *, first_step: int, batch_size: int | None, shares_items: bool) -> None:
         self._filler = filler
         self._flatten = filler.planner.rules.flatten
         self._meters = meters
+        self._first_step = first_step
         self._batch_size = batch_size
         self._shares_items = shares_items
         self._first: Plan | None = None
@@ -305,15 +309,28 @@ class Wholes:
         self._known = Parking()
 
     def stop(self) -> None:
-        """Let go of those that wait for the first batch, which will not come."""
+        """Let go of those that wait for what will not come: the first batch, or word of whether an item was the last."""
         self._stopped = True
         self._known.wake()
 
-    def missing(self, batch: Any, *, is_first: bool) -> int:
-        """How many rows fewer it has than the first batch of the run; waits for that one where it is still being read."""
-        if is_first:
-            return 0
-        self._known.wait(lambda: self._first is not None or self._stopped)
+    def tell_last(self, assembly: Assembly, is_last: bool) -> None:
+        """The source was asked for the item after this one."""
+        assembly.is_last = is_last
+        self._known.wake()
+
+    def is_last(self, assembly: Assembly) -> bool:
+        """Whether it is made from the last item of the epoch; waits until the source was asked."""
+        self._known.wait(lambda: assembly.is_last is not None or self._stopped)
+        return bool(assembly.is_last)
+
+    def _wait_for_first(self, assembly: Assembly) -> None:
+        """By the first batch of the run it is told what is short; another worker may still be at it."""
+        if assembly.position.step != self._first_step:
+            self._known.wait(lambda: self._first is not None or self._stopped)
+
+    def missing(self, assembly: Assembly, batch: Any) -> int:
+        """How many rows fewer it has than the first batch of the run."""
+        self._wait_for_first(assembly)
         if self._first is None or self._first.rows is None:
             return 0
         leaves, structure = self._filler.flatten_batch(batch)
@@ -329,6 +346,8 @@ class Wholes:
             pads: a batch with fewer rows than the first is filled up to as many.
             examples: from how many examples it was made; where it has a row for each, it is filled up to the batch size.
         """
+        if pads:
+            self._wait_for_first(assembly)
         began = self._filler.clock()
         leaves, structure = self._flatten(batch)
         plan = self._first

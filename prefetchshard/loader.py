@@ -74,6 +74,7 @@ class LoaderIterator:
         if meters.first_next_at is None:
             meters.first_next_at = began
             meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
+            self._blueprint.learn_spec(item)
         meters.stall_seconds += now - began
         meters.last_next_at = now
         meters.batches += 1
@@ -138,8 +139,7 @@ class LoaderIterator:
         self._run.close()
 
     async def aclose(self) -> None:
-        """`close` without blocking the event loop; from any task."""
-        await aio.checkpoint()
+        """`close` without blocking the event loop; from any task, and also while that task is being cancelled."""
         await aio.in_thread(self._run.close)
 
     @property
@@ -303,16 +303,20 @@ class Loader:
         """
         leaves = self._blueprint.known_spec()
         if leaves is None:
-            iterator = self._only or self._asked
-            if iterator is None or not iterator.is_live:
-                iterator = self._start()
-                if not self._blueprint.one_shot:
-                    self._asked = iterator
-            placed = iterator.peek()
+            placed = self._run_to_look_at().peek()
             if placed is None:
                 raise BatchError("the source has no batch, so it cannot be told what one looks like")
             leaves = self._blueprint.learn_spec(placed)
         return BatchSpec(leaves, self._blueprint.ahead)
+
+    def _run_to_look_at(self) -> LoaderIterator:
+        if self._only is not None:
+            return self._the_only_run(self._only)
+        if self._asked is None or not self._asked.is_live:
+            iterator = self._start()
+            self._asked = None if self._blueprint.one_shot else iterator
+            return iterator
+        return self._asked
 
     def __len__(self) -> int:
         """Steps of the next run.
@@ -329,8 +333,7 @@ class Loader:
             iterator.close()
 
     async def aclose(self) -> None:
-        """`close` without blocking the event loop."""
-        await aio.checkpoint()
+        """`close` without blocking the event loop, also while the task is being cancelled."""
         await aio.in_thread(self.close)
 
     def __enter__(self) -> Loader:

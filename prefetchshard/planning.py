@@ -21,6 +21,7 @@ from prefetchshard.config import HOST, Narrow, Pad
 from prefetchshard.errors import BatchError, ConfigError, LeafTypeError, PlacementError
 from prefetchshard.leaves import as_array, canonical, narrows, pad_value, refuse_narrowing
 from prefetchshard.meshes import split_count
+from prefetchshard.packing import find_packing
 from prefetchshard.placement import Rules
 from prefetchshard.shardings import with_leading_axis
 from prefetchshard.staging import Layout
@@ -88,6 +89,7 @@ class Plan:
         put_shapes: the shape in which it is put.
         put_shardings: where it goes.
         put_paths: its path, for errors.
+        packing: of the small leaves into one buffer, where that is the better way; None where each is put by itself.
         nbytes: of one batch, over all devices once.
     """
 
@@ -111,6 +113,7 @@ class Plan:
             self._add_mask(rows, rules)
             in_memory.append(((rows,), np.dtype(bool)))
         self.layout = Layout(in_memory)
+        self.packing = find_packing(self.layout, self.put_shapes, self.put_shardings)
         self.nbytes = self.layout.nbytes
         plain = self.mask_index is None and len(self.staged) == len(leaves) and all(leaf.dtype == leaf.target for leaf in leaves)
         self._plain = [(leaf.shape, leaf.dtype) for leaf in leaves] if plain else None

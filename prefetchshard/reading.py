@@ -157,6 +157,8 @@ class Line:
 
     def take_back(self, before: Position | None) -> None:
         """The last position was not used: no batch came of it, and the one before it is the last again."""
+        if self._open:
+            self._open.pop().settle_end(True)
         self._batches -= 1
         self._step -= 1
         self._last = before

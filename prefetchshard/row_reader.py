@@ -63,7 +63,11 @@ class RowReader:
         self._idle = Parking()
         self._busy_lock = threading.Lock()  # guards _busy
         self._wholes = Wholes(
-            task.filler, task.meters, batch_size=task.batch_size, shares_items=isinstance(source, Dataset) and source.shares_items
+            task.filler,
+            task.meters,
+            first_step=task.start.step,
+            batch_size=task.batch_size,
+            shares_items=isinstance(source, Dataset) and source.shares_items,
         )
         self._by_arrays = isinstance(source, Arrays) and task.hooks.transform is None
         self._tells_epoch = isinstance(source, Dataset) and callable(getattr(source.dataset, "set_epoch", None))
@@ -164,6 +168,7 @@ class RowReader:
         assembly = Assembly(
             ticket, position, before, parts=-(-count // self._part_rows), rows=0 if self._task.batch_size is None else count
         )
+        assembly.is_last = self._order.span(stop) is None
         if self._task.hooks.collate is not None and not self._by_arrays:
             assembly.examples = [None] * count
         self._assembly = assembly
@@ -255,9 +260,8 @@ class RowReader:
         return items
 
     def _fill_whole(self, assembly: Assembly, batch: Any) -> None:
-        is_first = assembly.position.step == self._task.start.step
-        missing = 0 if self._task.pads else self._wholes.missing(batch, is_first=is_first)
-        if missing and assembly.position.ends_epoch:
+        missing = self._wholes.missing(assembly, batch) if assembly.is_last and not self._task.pads else 0
+        if missing:
             self._wholes.refuse_or_drop(assembly, batch, missing, self._task.remainder)
         else:
             self._wholes.write(assembly, batch, pads=self._task.pads)

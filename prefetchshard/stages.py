@@ -14,6 +14,7 @@ from prefetchshard.bounded_queue import EMPTY, BoundedQueue
 from prefetchshard.clock import Clock
 from prefetchshard.device_work import DeviceTransform, stand_in, step_value
 from prefetchshard.faults import note, presentable
+from prefetchshard.packing import Packing
 from prefetchshard.planning import MASK, Kind, Plan
 from prefetchshard.shardings import replicated_like
 from prefetchshard.statistics import Meters
@@ -41,38 +42,36 @@ class Flight:
 class Placer:
     """Dispatches transfers, waits for them, and makes what the consumer gets.
 
+    Batches come here in order, and what was dropped is known to be: so here they get their numbers for good.
+
     Args:
         device_transform: or None.
         clock: monotonic seconds.
+        step: of the first batch.
+        epoch: of the first batch.
+        rows: of that epoch before it.
     """
 
-    def __init__(self, device_transform: DeviceTransform | None, clock: Clock) -> None:
+    def __init__(self, device_transform: DeviceTransform | None, clock: Clock, *, step: int, epoch: int, rows: int) -> None:
         self._device_transform = device_transform
         self._clock = clock
-        self._rows_epoch = -1
-        self._rows = 0
+        self._step = step
+        self._rows_epoch = epoch
+        self._rows = rows
 
     def dispatch(self, host: HostBatch[Plan]) -> Flight:
         """Dispatch the transfer of a batch; one call for all its leaves."""
-        plan = host.plan
-        views = host.memory.views if host.memory is not None else ()
-        leaves: list[Any] = []
-        for n, (index, shape) in enumerate(zip(plan.put_order, plan.put_shapes, strict=True)):
-            if index == MASK or plan.leaves[index].kind is Kind.STAGED:
-                view = views[n]
-                leaves.append(view if view.shape == shape else view.reshape(shape))
-            else:
-                leaves.append(_device_leaf(plan, index, shape, host.passed.pop(index)))
-        step = None
-        shardings = plan.put_shardings
+        host.position.step = self._step
+        self._step += 1
+        leaves, shardings, paths = _to_put(host)
+        wants_key = self._device_transform is not None and self._device_transform.wants_key and bool(shardings)
+        if wants_key:
+            leaves.append(step_value(host.position.step))
+            shardings = [*shardings, replicated_like(shardings[0])]
+            paths = [*paths, "(step)"]
         began = self._clock()
-        if self._device_transform is not None and self._device_transform.wants_key and shardings:
-            arrays = put(
-                [*leaves, step_value(host.position.step)], [*shardings, replicated_like(shardings[0])], paths=[*plan.put_paths, "(step)"]
-            )
-            step = arrays.pop()
-        else:
-            arrays = put(leaves, shardings, paths=plan.put_paths)
+        arrays = put(leaves, shardings, paths=paths)
+        step = arrays.pop() if wants_key else None
         return Flight(host, arrays, step, began)
 
     def land(self, flight: Flight) -> PlacedBatch:
@@ -90,10 +89,11 @@ class Placer:
 
     def _batch(self, flight: Flight) -> Any:
         host = flight.host
+        arrays = flight.arrays if host.plan.packing is None else _unpacked(host.plan.packing, flight.arrays)
         if self._device_transform is None:
-            return host.plan.assemble(flight.arrays, host.passed)
+            return host.plan.assemble(arrays, host.passed)
         stand_ins = {index: stand_in(index) for index in host.passed}
-        return self._device_transform(host.plan.assemble(flight.arrays, stand_ins), host.passed, flight.step)
+        return self._device_transform(host.plan.assemble(arrays, stand_ins), host.passed, flight.step)
 
     def _count_rows(self, host: HostBatch[Plan]) -> None:
         """Batches of the source's own making are counted here, where they come in order."""
@@ -104,6 +104,33 @@ class Placer:
             position.first_row = self._rows
             self._rows += host.rows
             position.rows = self._rows
+
+
+def _to_put(host: HostBatch[Plan]) -> tuple[list[Any], list[Any], list[str]]:
+    """What is put of a batch, where it goes, and its paths: the slab of the packed leaves first, where there is one."""
+    plan, memory = host.plan, host.memory
+    packed = () if plan.packing is None else plan.packing.places
+    leaves: list[Any] = []
+    for n, (index, shape) in enumerate(zip(plan.put_order, plan.put_shapes, strict=True)):
+        if n in packed:
+            continue
+        if memory is not None and (index == MASK or plan.leaves[index].kind is Kind.STAGED):
+            view = memory.views[n]
+            leaves.append(view if view.shape == shape else view.reshape(shape))
+        else:
+            leaves.append(_device_leaf(plan, index, shape, host.passed.pop(index)))
+    if plan.packing is None or memory is None:
+        return leaves, plan.put_shardings, plan.put_paths
+    others = [n for n in range(len(plan.put_order)) if n not in packed]
+    shardings = [plan.packing.sharding, *(plan.put_shardings[n] for n in others)]
+    return [memory.slab, *leaves], shardings, ["(small leaves)", *(plan.put_paths[n] for n in others)]
+
+
+def _unpacked(packing: Packing, arrays: list[Any]) -> list[Any]:
+    """All arrays of a batch in the order of its plan."""
+    others = iter(arrays[1:])
+    cut = dict(zip(packing.places, packing.unpack(arrays[0]), strict=True))
+    return [cut[n] if n in cut else next(others) for n in range(len(cut) + len(arrays) - 1)]
 
 
 def _device_leaf(plan: Plan, index: int, shape: tuple[int, ...], value: Any) -> Any:

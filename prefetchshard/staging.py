@@ -26,6 +26,9 @@ ALIGNMENT = 64
 SMALL_BYTES = 1 << 16
 """Leaves below this are cheaper to allocate anew than to track."""
 
+PAGE_BYTES = 4096
+"""Large leaves of one slot begin at a multiple of this."""
+
 SIZES_KEPT = 16
 """Free buffers are kept for so many sizes; batches of varying length (bucketed text) have a few."""
 
@@ -41,9 +44,12 @@ class Layout:
     Attributes:
         leaves: shape, dtype, bytes, and the offset in the slab of small leaves; None for a leaf with memory of its own.
         slab_bytes: of all small leaves together.
+        offsets: of every leaf where the whole batch is one piece of memory, the slab first.
+        slot_bytes: of that piece.
+        nbytes: of the leaves alone.
     """
 
-    __slots__ = ("leaves", "nbytes", "slab_bytes")
+    __slots__ = ("leaves", "nbytes", "offsets", "slab_bytes", "slot_bytes")
 
     def __init__(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> None:
         self.leaves: list[tuple[Shape, np.dtype[Any], int, int | None]] = []
@@ -55,6 +61,13 @@ class Layout:
             if small:
                 self.slab_bytes += -(-size // ALIGNMENT) * ALIGNMENT
         self.nbytes = sum(size for _, _, size, _ in self.leaves)
+        self.offsets: list[int] = []
+        end = self.slab_bytes
+        for _, _, size, offset in self.leaves:
+            self.offsets.append(end if offset is None else offset)
+            if offset is None:
+                end += -(-size // PAGE_BYTES) * PAGE_BYTES
+        self.slot_bytes = end
 
 
 class StagingStats(msgspec.Struct, frozen=True):
@@ -82,13 +95,15 @@ class Staging(Protocol):
 class _Views:
     """Memory that nobody writes again."""
 
-    __slots__ = ("views",)
+    __slots__ = ("slab", "views")
 
-    def __init__(self, views: tuple[AnyArray, ...]) -> None:
+    def __init__(self, views: tuple[AnyArray, ...], slab: AnyArray | None) -> None:
         self.views = views
+        self.slab = slab
 
     def release(self) -> None:
         self.views = ()
+        self.slab = None
 
 
 class _Loan(weakref.ref[Any]):
@@ -114,6 +129,11 @@ def nbytes_of(shape: Shape, dtype: np.dtype[Any]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def views_of(memory: AnyArray, layout: Layout) -> tuple[AnyArray, ...]:
+    """The leaves of a batch in one piece of memory of `layout.slot_bytes`."""
+    return tuple([np.ndarray(leaf[0], leaf[1], memory, offset) for leaf, offset in zip(layout.leaves, layout.offsets, strict=True)])
+
+
 class AliasedStaging:
     """The ring for the CPU backend: memory goes away with the batch and comes back when its last reference has died.
 
@@ -133,14 +153,11 @@ class AliasedStaging:
 
     def lease(self, layout: Layout) -> Memory:
         slab, start = aligned_slab(layout.slab_bytes)
-        return _Views(
-            tuple(
-                [
-                    self._large(shape, dtype, size) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
-                    for shape, dtype, size, offset in layout.leaves
-                ]
-            )
-        )
+        views = [
+            self._large(shape, dtype, size) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
+            for shape, dtype, size, offset in layout.leaves
+        ]
+        return _Views(tuple(views), slab[start : start + layout.slab_bytes])
 
     def _large(self, shape: Shape, dtype: np.dtype[Any], size: int) -> AnyArray:
         with self._lock:
@@ -189,8 +206,9 @@ class FreshStaging:
         self._made = 0
 
     def lease(self, layout: Layout) -> Memory:
-        self._made += len(layout.leaves)
-        return _Views(tuple(aligned_bytes(size).view(dtype).reshape(shape) for shape, dtype, size, _ in layout.leaves))
+        self._made += 1
+        memory = aligned_bytes(layout.slot_bytes)
+        return _Views(views_of(memory, layout), memory[: layout.slab_bytes])
 
     def stats(self) -> StagingStats:
         return StagingStats(self._made, 0, 0)

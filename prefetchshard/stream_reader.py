@@ -38,7 +38,9 @@ class StreamReader:
         self._items: Items | None = None
         self._closing = threading.Lock()  # guards _items' being closed once
         self._inside = False
-        self._wholes = Wholes(task.filler, task.meters, batch_size=task.batch_size, shares_items=not reuses_buffers)
+        self._wholes = Wholes(
+            task.filler, task.meters, first_step=task.start.step, batch_size=task.batch_size, shares_items=not reuses_buffers
+        )
         self._by_workers = task.hooks.transform is not None or task.hooks.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -286,11 +288,14 @@ class StreamReader:
 
     def _read_batches(self, items: Items, epoch: int) -> bool:
         held: tuple[Assembly, Any, int] | None = None
+        last: Assembly | None = None
         while (ticket := self._task.out.reserve()) is not None:
             position, before = self._line.position(epoch, 0, 0, None)
             assembly = Assembly(ticket, position, before)
             try:
                 item = self._pull(items)
+                if last is not None:
+                    self._wholes.tell_last(last, item is END)
                 if held is not None:
                     held = self._resolve(held, ended=item is END)
                 if item is END or self._task.out.cancelled:
@@ -298,7 +303,7 @@ class StreamReader:
                     self._line.end_epoch()
                     ticket.withdraw()
                     return item is END and not self._task.out.cancelled
-                held = self._take(assembly, item)
+                held, last = self._take(assembly, item), assembly
             except BaseException as error:  # noqa: BLE001 - as above
                 if held is not None:
                     self._resolve(held, ended=False)  # it was read before the fault
@@ -310,15 +315,13 @@ class StreamReader:
         """Write a batch, or hand it to a worker; one that is short, and may be the last, is held until that is known."""
         task = self._task
         if self._by_workers:
-            if assembly.before is not None:
-                assembly.before.settle_end(False)
+            self._goes_on(assembly)
             kept = self._keep(item)
             job = self._part(assembly, lambda: self._do_batch(assembly, kept))
             assembly.close_parts()
             self._jobs.put(job)
             return None
-        is_first = assembly.position.step == task.start.step
-        missing = 0 if task.pads else self._wholes.missing(item, is_first=is_first)
+        missing = 0 if task.pads else self._wholes.missing(assembly, item)
         if missing:
             return assembly, self._keep(item), missing
         self._wholes.write(assembly, item, pads=task.pads)
@@ -343,9 +346,8 @@ class StreamReader:
         if task.hooks.transform is not None:
             item = task.hooks.transformed(item, assembly.position.epoch, assembly.position.batches - 1)
         task.meters.add(transform=task.clock() - began)
-        is_first = assembly.position.step == task.start.step
-        missing = 0 if task.pads else self._wholes.missing(item, is_first=is_first)
-        if missing and assembly.position.ends_epoch:
+        missing = 0 if task.pads else self._wholes.missing(assembly, item)
+        if missing and self._wholes.is_last(assembly):
             self._wholes.refuse_or_drop(assembly, item, missing, task.remainder)
         else:
             self._wholes.write(assembly, item, pads=task.pads)

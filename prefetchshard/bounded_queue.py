@@ -89,7 +89,8 @@ class BoundedQueue(Generic[T]):
         clock: monotonic seconds.
 
     Thread safety: senders that need an order among them reserve one at a time; everything else may be called from any thread.
-    `cancel` takes no lock and may be called from a finaliser.
+    `cancel` and `clear` take no lock and may be called from a finaliser or a signal handler. Ctrl-C in the middle of `take_nowait` loses
+    no item.
     """
 
     def __init__(self, capacity: int, *, held_until_release: bool = False, clock: Clock = MONOTONIC) -> None:
@@ -98,9 +99,9 @@ class BoundedQueue(Generic[T]):
         self.receivers = Parking()
         self._held_until_release = held_until_release
         self._clock = clock
-        self._lock = threading.Lock()  # guards _line, _held, _taken and the two sums
+        self._lock = threading.Lock()  # guards who reserves and who takes, _unreleased, _taken and the two sums
         self._line: deque[Ticket[T]] = deque()
-        self._held = 0
+        self._unreleased = 0  # items that were taken and still hold their place
         self._taken = 0
         self._backpressure_seconds = 0.0
         self._starved_seconds = 0.0
@@ -114,11 +115,10 @@ class BoundedQueue(Generic[T]):
     def reserve(self) -> Ticket[T] | None:
         """Wait for room and take a place. None: nothing more is wanted."""
         while not self._refusing:
-            if self._held < self.capacity:
+            if self._has_room():
+                ticket = Ticket(self)  # outside the lock: an allocation may run finalisers
                 with self._lock:
-                    if self._held < self.capacity:
-                        self._held += 1
-                        ticket = Ticket(self)
+                    if self._has_room():
                         self._line.append(ticket)
                         return ticket
             began = self._clock()
@@ -156,14 +156,13 @@ class BoundedQueue(Generic[T]):
                 self._line.remove(ticket)
             except ValueError:  # cleared meanwhile
                 return
-            self._held -= 1
         self.senders.wake()
         self.receivers.wake()
 
     # -- receiving
 
     def wait_ready(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until an item can be taken. False: none will come (ended, failed or cancelled), or the time ran out."""
+        """Wait until an item can be taken. False: none will come (see `is_over`), the time ran out, or another receiver was faster."""
         if not self._settled():
             began = self._clock()
             self.receivers.wait(self._settled, timeout_seconds)
@@ -174,30 +173,50 @@ class BoundedQueue(Generic[T]):
 
     def take_nowait(self) -> T | EmptyType:
         """The next item in order, or EMPTY."""
-        with self._lock:
-            line = self._line
-            if not line or self._cancelled or not line[0].settled or line[0].failure is not None:
-                return EMPTY
-            item = line.popleft().item
-            self._taken += 1
+        ticket: Ticket[T] | None = None
+        try:
+            with self._lock:
+                line = self._line
+                head = _takeable(line)
+                if head is None or self._cancelled:
+                    return EMPTY
+                ticket = head  # no call, so no signal, comes between this and the end of the block
+                del line[0]
+                self._taken += 1
+                if self._held_until_release:
+                    self._unreleased += 1
             if not self._held_until_release:
-                self._held -= 1
-        if not self._held_until_release:
-            self.senders.wake()
+                self.senders.wake()
+        except BaseException:  # Ctrl-C
+            if ticket is not None:
+                self._put_back(ticket)
+            raise
+        item, ticket.item = ticket.item, None  # whoever sent it may keep the ticket
         return item  # pyright: ignore[reportReturnType] - a settled ticket without failure holds an item
 
     def peek_nowait(self) -> T | EmptyType:
         """The next item in order, left where it is, or EMPTY."""
+        head = _takeable(self._line)
+        return EMPTY if head is None or self._cancelled else head.item  # pyright: ignore[reportReturnType] - as above
+
+    def untake(self, item: T) -> None:
+        """Put an item back that was taken and not used: it is the next one again."""
+        ticket = Ticket(self)
+        ticket.item = item
+        ticket.settled = True
+        self._put_back(ticket)
+
+    def _put_back(self, ticket: Ticket[T]) -> None:
         with self._lock:
-            line = self._line
-            if not line or self._cancelled or not line[0].settled or line[0].failure is not None:
-                return EMPTY
-            return line[0].item  # pyright: ignore[reportReturnType] - as above
+            self._taken -= 1
+            self._unreleased -= self._held_until_release
+            self._line.appendleft(ticket)
+        self.receivers.wake()
 
     def release(self) -> None:
         """What an item taken earlier held is free again."""
         with self._lock:
-            self._held -= 1
+            self._unreleased -= 1
         self.senders.wake()
 
     def cancel(self) -> None:
@@ -208,25 +227,23 @@ class BoundedQueue(Generic[T]):
         self.receivers.wake()
 
     def clear(self) -> None:
-        """Drop what a cancelled queue still holds."""
-        with self._lock:
-            line, self._line = self._line, deque()
-        line.clear()  # outside the lock: dropping a batch runs finalisers
+        """Drop what a cancelled queue still holds. Takes no lock."""
+        self._line = deque()
 
     # -- looking
 
     def has_ready(self) -> bool:
         """Whether an item can be taken at once."""
-        line = self._line
-        try:
-            head = line[0]
-        except IndexError:
-            return False
-        return head.settled and head.failure is None and not self._cancelled
+        return not self._cancelled and _takeable(self._line) is not None
 
     def is_over(self) -> bool:
-        """Whether nothing will come any more."""
-        return self._settled() and not self.has_ready()
+        """Whether nothing will come any more, whoever takes: it ended, failed or was cancelled."""
+        ended = self._ended  # before the look at the line: the last item is sent before the end is said
+        try:
+            head = self._line[0]
+        except IndexError:
+            return ended or self._cancelled
+        return (head.settled and head.failure is not None) or self._cancelled
 
     @property
     def cancelled(self) -> bool:
@@ -243,10 +260,11 @@ class BoundedQueue(Generic[T]):
 
     def stats(self) -> QueueStats:
         """One look at the queue."""
-        ready = sum(1 for ticket in tuple(self._line) if ticket.settled and ticket.failure is None)
+        line = list(self._line)
+        ready = sum(1 for ticket in line if ticket.settled and ticket.failure is None)
         return QueueStats(
             self.capacity,
-            self._held,
+            len(line) + self._unreleased,
             ready,
             self._taken,
             len(self.senders),
@@ -255,8 +273,11 @@ class BoundedQueue(Generic[T]):
             self._starved_seconds,
         )
 
+    def _has_room(self) -> bool:
+        return len(self._line) + self._unreleased < self.capacity
+
     def _can_reserve(self) -> bool:
-        return self._refusing or self._held < self.capacity
+        return self._refusing or self._has_room()
 
     def _settled(self) -> bool:
         if self._cancelled:
@@ -268,4 +289,13 @@ class BoundedQueue(Generic[T]):
 
     def __repr__(self) -> str:
         words = [word for word, so in (("cancelled", self._cancelled), ("ended", self._ended), ("failed", self.failure is not None)) if so]
-        return f"<BoundedQueue {self._held} of {self.capacity}{''.join(', ' + word for word in words)}>"
+        return f"<BoundedQueue {len(self._line) + self._unreleased} of {self.capacity}{''.join(', ' + word for word in words)}>"
+
+
+def _takeable(line: deque[Ticket[T]]) -> Ticket[T] | None:
+    """The head of the line, where it has an item."""
+    try:
+        head = line[0]
+    except IndexError:
+        return None
+    return head if head.settled and head.failure is None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ from prefetchshard.errors import ConfigError, UsedUpError
 from prefetchshard.filling import Filler
 from prefetchshard.hooks import Hooks
 from prefetchshard.jax_context import JaxContext, x64_enabled
+from prefetchshard.limits import Limits, within_bytes
 from prefetchshard.order import EpochOrder
 from prefetchshard.placement import Rules, resolve
-from prefetchshard.planning import Planner, check_mask_key, leaf_spec
-from prefetchshard.reading import Cursor, Reader, Task
+from prefetchshard.pinned import choose_staging
+from prefetchshard.planning import Plan, Planner, check_mask_key, leaf_spec
+from prefetchshard.reading import Cursor, Reader, Task, cpu_count
 from prefetchshard.row_reader import RowReader
 from prefetchshard.run import Run, new_queue
 from prefetchshard.sources import recognise
@@ -29,16 +31,17 @@ from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.asynchronous import AsyncStream
 from prefetchshard.sources.dataset import Dataset
 from prefetchshard.sources.iterables import set_epoch
-from prefetchshard.stages import Placer
-from prefetchshard.staging import AliasedStaging, FreshStaging, Staging
+from prefetchshard.stages import Pace, Placer
+from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters
 from prefetchshard.stream_reader import StreamReader
 from prefetchshard.structures import path_text
 
 _jax: Any = jax
 
-IN_FLIGHT = 2
-"""Transfers on their way at once: while one is waited for the next is under way already."""
+IN_FLIGHT = {"cpu": 2}
+MOST_IN_FLIGHT = 3
+"""Transfers on their way at once: while one is waited for the next is under way already, and a third covers the wake-up between."""
 MOST_WORKERS = 16
 """More threads bring nothing or lose: they wait for each other to give the interpreter's lock back."""
 
@@ -69,9 +72,9 @@ class Blueprint:
         self._device_transform = None if settings.device_transform is None else DeviceTransform(settings.device_transform, settings.seed)
         self._order = self._make_order()
         self._specs: dict[bool, tuple[LeafSpec, ...]] = {}  # by whether x64 is in force: the dtypes depend on it
-        self.slots = self._choose_slots()
-        self.ahead = settings.depth + IN_FLIGHT + self.slots
-        self._staging: Staging = AliasedStaging(self.ahead + 1) if self._rules.platform() == "cpu" else FreshStaging()
+        self._device = self._rules.device()
+        self._limits = self._choose_limits()
+        self._ring: Staging | None = None
         self.cursor = Cursor()
         self.last_run: Run | None = None
         self._check_arrays()
@@ -118,16 +121,18 @@ class Blueprint:
             return
         if settings.epochs is None and (self._order is None or self._order.steps() == 0):
             raise ConfigError(f"the source has {source.length} rows, fewer than a batch, and epochs=None would go on without one for ever")
-        if settings.transform is not None or settings.collate is not None:
+        self._plan_arrays(x64_enabled())
+
+    def _plan_arrays(self, x64: bool) -> None:
+        """Where batches are rows of arrays, what they look like, and whether they can be placed, is known before any is read."""
+        source, settings = self._source, self._settings
+        if not isinstance(source, Arrays) or settings.transform is not None or settings.collate is not None:
             return
         if settings.pad is not None and isinstance(source.tree, Mapping):
             check_mask_key(settings.pad, source.tree)
-        self._plan_arrays(source, x64_enabled())
-
-    def _plan_arrays(self, source: Arrays, x64: bool) -> None:
         leaves, structure = self._rules.flatten(source.tree)
-        plan = self._planner(x64).for_arrays(leaves, structure)
-        if self._settings.device_transform is None:
+        plan = self._planner(x64, self._fit).for_arrays(leaves, structure)
+        if settings.device_transform is None:
             self._specs[x64] = plan.spec()
 
     # -- choices
@@ -135,18 +140,50 @@ class Blueprint:
     def _choose_workers(self) -> int:
         if self._settings.workers != "auto":
             return self._settings.workers
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cpus = cpu_count()
         if isinstance(self._source, Arrays) and self._settings.transform is None:
             return min(MOST_WORKERS, cpus)
         return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
 
-    def _choose_slots(self) -> int:
-        """Host batches being read, or read and not yet transferred."""
-        if isinstance(self._source, (Arrays, Dataset)):
-            shared = self.batch_size is not None and not (isinstance(self._source, Arrays) and self._settings.transform is None)
-            return IN_FLIGHT + (2 if shared else 1 + self.workers)
+    def _choose_limits(self) -> Limits:
+        settings = self._settings
+        in_flight = IN_FLIGHT.get(self._device.platform, MOST_IN_FLIGHT)
+        return Limits(settings.depth, in_flight, in_flight + self._batches_read_at_once())
+
+    def _batches_read_at_once(self) -> int:
+        """Host batches being read, or read and not on their way yet."""
         hooks = self._settings.transform is not None or self._settings.collate is not None
-        return IN_FLIGHT + (1 + self.workers if hooks and self.batch_size is None else 2 if hooks else 1)
+        if isinstance(self._source, Arrays) and self._settings.transform is None:
+            return 1 + self.workers  # a batch may be one worker's
+        if isinstance(self._source, (Arrays, Dataset)):
+            return 2 if self.batch_size is not None else 1 + self.workers
+        if hooks and self.batch_size is None:
+            return 1 + self.workers
+        return 2 if hooks else 1
+
+    @property
+    def ahead(self) -> int:
+        """The most batches that are ever pulled from the source and not delivered."""
+        return self._limits.ahead
+
+    def _fit(self, plan: Plan) -> Limits:
+        """The limits that keep to the bounds in bytes with batches of this plan."""
+        on_device = sum(leaf.bytes_per_device for leaf in plan.spec())
+        settings = self._settings
+        self._limits = within_bytes(
+            self._choose_limits(),
+            batch_bytes=plan.nbytes,
+            device_bytes=on_device,
+            host_memory=settings.host_memory,
+            device_memory=settings.device_memory,
+        )
+        return self._limits
+
+    def _staging(self) -> Staging:
+        """The ring, made for the first run and kept between runs."""
+        if self._ring is None:
+            self._ring = choose_staging(self._device, self._limits.slots)
+        return self._ring
 
     def _make_order(self) -> EpochOrder | None:
         if not isinstance(self._source, (Arrays, Dataset)):
@@ -161,7 +198,7 @@ class Blueprint:
             )
         return order
 
-    def _planner(self, x64: bool) -> Planner:
+    def _planner(self, x64: bool, on_plan: Callable[[Plan], object]) -> Planner:
         settings = self._settings
         return Planner(
             self._rules,
@@ -171,6 +208,7 @@ class Blueprint:
             narrow=settings.narrow,
             x64=x64,
             agreement=self._agreement,
+            on_plan=on_plan,
         )
 
     # -- a run
@@ -178,11 +216,19 @@ class Blueprint:
     def build(self, start: Cursor) -> Run:
         """The parts of a run that begins at `start`, under the JAX settings in force in this thread."""
         settings, context, clock = self._settings, JaxContext(), self._clock
-        inbox = new_queue(self.slots, clock, held_until_release=True)
-        outbox = new_queue(settings.depth, clock)
+        staging = self._staging()
+        device_transform = None if self._device_transform is None else self._device_transform.under(context)
+        inbox = new_queue(self._limits.slots, clock, held_until_release=True)
+        outbox = new_queue(self._limits.depth, clock)
+        pace = Pace(self._limits.in_flight)
+
+        def fit(plan: Plan) -> None:
+            limits = self._fit(plan)
+            inbox.capacity, outbox.capacity, pace.in_flight = limits.slots, limits.depth, limits.in_flight
+
         meters = Meters()
         task = Task(
-            filler=Filler(self._planner(context.x64), self._staging, settings.narrow, clock),
+            filler=Filler(self._planner(context.x64, fit), staging, settings.narrow, clock),
             hooks=Hooks(settings.transform, settings.collate, settings.seed),
             out=inbox,
             meters=meters,
@@ -196,11 +242,11 @@ class Blueprint:
         run = Run(
             self._reader(task),
             inbox,
-            Placer(self._device_transform, clock, step=start.step, epoch=start.epoch, rows=start.rows),
+            Placer(device_transform, clock, step=start.step, epoch=start.epoch, rows=start.rows),
             outbox,
-            in_flight=IN_FLIGHT,
+            pace=pace,
             meters=meters,
-            staging=self._staging,
+            staging=staging,
             workers=self.workers,
             context=context,
             clock=clock,
@@ -256,8 +302,8 @@ class Blueprint:
 
     def known_spec(self) -> tuple[LeafSpec, ...] | None:
         x64 = x64_enabled()
-        if isinstance(self._source, Arrays) and self._specs and x64 not in self._specs and self._device_transform is None:
-            self._plan_arrays(self._source, x64)
+        if x64 not in self._specs:
+            self._plan_arrays(x64)
         return self._specs.get(x64)
 
     def learn_spec(self, placed: PlacedBatch, *, x64: bool) -> tuple[LeafSpec, ...]:

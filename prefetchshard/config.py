@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from prefetchshard.errors import ConfigError
 
@@ -40,7 +41,7 @@ class Pad(msgspec.Struct, frozen=True):
 
     Args:
         mask_key: the key of the boolean row mask in a mapping batch; a key that the batch has already is an error.
-        value: what padding rows hold, cast to the dtype of each leaf.
+        value: what padding rows hold, in the dtype of each leaf, which must be able to hold it.
     """
 
     mask_key: str = "mask"
@@ -49,6 +50,8 @@ class Pad(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not isinstance(self.mask_key, str) or not self.mask_key:  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             raise ConfigError(f"Pad(mask_key={self.mask_key!r}): a non-empty string")
+        if not isinstance(self.value, (numbers.Real, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
+            raise ConfigError(f"Pad(value={self.value!r}): a number, or True or False")
 
 
 Remainder: TypeAlias = Literal["drop", "error", "pad"] | Pad
@@ -74,6 +77,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     reuses_buffers: bool
     depth: int
     narrow: Narrow
+    device_memory: int | None
+    host_memory: int | None
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch_size, PerDevice):

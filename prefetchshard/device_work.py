@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from prefetchshard.jax_context import JaxContext
 from prefetchshard.sources.iterables import takes_parameter
 
 _jax: Any = jax
@@ -45,6 +47,13 @@ class DeviceTransform:
         self._seed = seed
         self.wants_key = takes_parameter(function, "key")
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._context: JaxContext | None = None
+
+    def under(self, context: JaxContext) -> DeviceTransform:
+        """The same for a run under these settings; what was compiled is shared."""
+        other = copy.copy(self)
+        other._context = context
+        return other
 
     def __call__(self, batch: Any, on_host: dict[int, Any], step: Any) -> Any:
         """Dispatch it.
@@ -55,7 +64,7 @@ class DeviceTransform:
             step: the step as a uint32 array on the devices of the batch, where a key is wanted.
         """
         leaves, tree = _jax.tree.flatten(batch)
-        signature = (tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        signature = (self._context, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         run = self._compiled.get(signature)
         if run is None:
             run = self._compiled[signature] = self._jit(tree, leaves, step)
@@ -71,7 +80,7 @@ class DeviceTransform:
             batch = _jax.tree.unflatten(tree, leaves)
             if not self.wants_key:
                 return self._function(batch)
-            return self._function(batch, key=_jax.random.fold_in(_jax.random.key(self._seed), step))
+            return self._function(batch, key=_jax.random.fold_in(_key(self._seed), step))
 
         outputs = [(out.shape, out.dtype) for out in _jax.tree.leaves(_jax.eval_shape(run, step, *leaves))]
         donated: list[int] = []
@@ -81,6 +90,14 @@ class DeviceTransform:
                 outputs.remove(kind)
                 donated.append(i + 1)
         return _jax.jit(run, donate_argnums=tuple(donated))
+
+
+def _key(seed: int) -> Any:
+    """The key of a seed of any size: JAX itself leaves out all but 32 bits while x64 is off."""
+    key = _jax.random.key(seed & 0xFFFFFFFF)
+    while seed := seed >> 32:
+        key = _jax.random.fold_in(key, seed & 0xFFFFFFFF)
+    return key
 
 
 def stand_in(index: int) -> Any:

@@ -47,7 +47,7 @@ class LeafTypeError(PrefetchError, TypeError):
     """A leaf that no device can hold (text, objects, dates, structured or masked arrays)."""
 
     def __init__(self, path: str, what: str, advice: str | None = None) -> None:
-        advice = advice or f"keep it on the host (sharding={{..., {path or 'leaf'!r}: ps.HOST}}), encode it in `transform`, or leave it out"
+        advice = advice or "keep it on the host (ps.HOST in its place of `sharding=`), encode it in `transform`, or leave it out"
         super().__init__(f"leaf {path or '(the batch itself)'}: {what} cannot be put on a device; {advice}")
 
 

@@ -34,13 +34,14 @@ class Assembly:
         before: the position of the batch before it in the epoch; told by this one whether it was the last.
         rows: examples in it; set before its last part is done.
         examples: what `collate` will get; None where examples are written as they come.
+        work: what is copied in shares, and ended with the last of them.
         wide: rows of leaves that are narrowed when the batch is finished, where examples come one at a time.
         is_last: whether the source had no item after this one; None until it was asked.
     """
 
     __slots__ = (
         "_closed", "_lock", "_parts", "before", "examples", "is_last", "memory", "passed", "plan", "position", "rows", "settled", "ticket",
-        "wide",
+        "wide", "work",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,7 @@ class Assembly:
         self.examples: list[Any] | None = None
         self.wide: dict[int, AnyArray] | None = None
         self.is_last: bool | None = None
+        self.work: Work | None = None
         self._lock = threading.Lock()  # guards opening, and the count of parts
         self._parts = parts
         self._closed = parts > 0  # the number of parts is known from the start
@@ -84,6 +86,11 @@ class Assembly:
         with self._lock:
             self._closed = True
             return self._parts == 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of its parts are done."""
+        return self._closed and self._parts == 0
 
     def part_done(self) -> bool:
         """One part is done. Whether it was the last."""
@@ -291,6 +298,25 @@ def _other_structure(want: Structure, got: Structure, row: int) -> BatchError:
     return BatchError(f"the example at row {row} {what}; the first example had {list(want.paths)}: every example needs the same structure")
 
 
+class Work:
+    """A batch that the source or `collate` made, on its way into its memory.
+
+    Attributes:
+        leaves: as `Filler.flatten_batch` gives them.
+        plan: of the batch.
+        rows: that it has, padding not counted; None where its leaves have none in common.
+        is_plain: whether its leaves are just to be copied.
+    """
+
+    __slots__ = ("is_plain", "leaves", "plan", "rows")
+
+    def __init__(self, leaves: list[Any], plan: Plan, rows: int | None, is_plain: bool) -> None:
+        self.leaves = leaves
+        self.plan = plan
+        self.rows = rows
+        self.is_plain = is_plain
+
+
 class Wholes:
     """Batches that the source or `collate` made, and what is short among them.
 
@@ -338,7 +364,15 @@ class Wholes:
         return 0 if rows is None else max(0, self._first.rows - rows)
 
     def write(self, assembly: Assembly, batch: Any, *, pads: bool, examples: int | None = None) -> None:
-        """Write a batch into memory of its own and finish it.
+        """Write a batch into memory of its own and finish it; see `begin`."""
+        began = self._filler.clock()
+        work = self.begin(assembly, batch, pads=pads, examples=examples)
+        self.copy_share(assembly, work)
+        padded = self.end(assembly, work)
+        self._meters.add(copy=self._filler.clock() - began, padded=padded)
+
+    def begin(self, assembly: Assembly, batch: Any, *, pads: bool, examples: int | None = None) -> Work:
+        """Plan a batch and take its memory; `copy_share` and `end` come next.
 
         Args:
             assembly: of the batch.
@@ -348,28 +382,42 @@ class Wholes:
         """
         if pads:
             self._wait_for_first(assembly)
-        began = self._filler.clock()
         leaves, structure = self._flatten(batch)
         plan = self._first
         if plan is not None and structure is plan.structure and plan.is_plain_for(leaves):
-            self._copy(assembly, leaves, plan)
-            self._meters.add(copy=self._filler.clock() - began)
-            return
-        leaves = self._filler.planner.as_host_leaves(leaves, structure)
-        like = self._first if pads and self._first is not None and self._is_short(self._first, leaves, structure) else None
-        plan = self._filler.planner.for_batch(leaves, structure, like)
-        rows = rows_of(plan, leaves)
-        if pads and like is None and examples is not None and rows == examples and self._batch_size is not None and rows < self._batch_size:
-            plan = self._filler.planner.for_batch(leaves, structure, plan, self._batch_size)
+            rows, is_plain = plan.rows, True
+        else:
+            leaves = self._filler.planner.as_host_leaves(leaves, structure)
+            plan, rows, is_plain = *self._plan(leaves, structure, pads, examples), False
         if self._first is None:
             self._first = plan
             self._known.wake()
         assembly.open(lambda: plan, self._filler.staging)
-        self._filler.write_batch(assembly, leaves, plan, shares_items=self._shares_items)
         if rows is not None and self._batch_size is None:
             assembly.rows = rows
-        padded = self._filler.finish(assembly, rows)
-        self._meters.add(copy=self._filler.clock() - began, padded=padded)
+        return Work(leaves, plan, rows, is_plain)
+
+    def _plan(self, leaves: list[Any], structure: Structure, pads: bool, examples: int | None) -> tuple[Plan, int | None]:
+        planner = self._filler.planner
+        like = self._first if pads and self._first is not None and self._is_short(self._first, leaves, structure) else None
+        plan = planner.for_batch(leaves, structure, like)
+        rows = rows_of(plan, leaves)
+        if pads and like is None and examples is not None and rows == examples and self._batch_size is not None and rows < self._batch_size:
+            plan = planner.for_batch(leaves, structure, plan, self._batch_size)
+        return plan, rows
+
+    def copy_share(self, assembly: Assembly, work: Work, first: int = 0, count: int = 1) -> None:
+        """Copy a batch, or the share `first` of `count` of its rows."""
+        if work.is_plain and count == 1:  # like the first one: nothing to be found out, nothing to be converted
+            assert assembly.memory is not None
+            for view, leaf in zip(assembly.memory.views, work.leaves, strict=True):
+                np.copyto(view, leaf)
+        else:
+            self._filler.write_batch(assembly, work.leaves, work.plan, shares_items=self._shares_items, first=first, count=count)
+
+    def end(self, assembly: Assembly, work: Work) -> int:
+        """Finish a batch all of whose shares are copied. Returns the number of padding rows."""
+        return 0 if work.is_plain else self._filler.finish(assembly, work.rows)
 
     def collate(self, assembly: Assembly, hooks: Hooks, *, pads: bool, gathered: bool) -> None:
         """Make the batch from the examples that were collected for it, and write it."""
@@ -397,15 +445,6 @@ class Wholes:
         assert self._first is not None and self._first.rows is not None
         self._meters.add(dropped=self._first.rows - missing)
         assembly.withdraw()
-
-    def _copy(self, assembly: Assembly, leaves: list[Any], plan: Plan) -> None:
-        """Write a batch that is like the first one: nothing to be found out, nothing to be converted."""
-        assembly.open(lambda: plan, self._filler.staging)
-        assert assembly.memory is not None
-        for view, leaf in zip(assembly.memory.views, leaves, strict=True):
-            np.copyto(view, leaf)
-        if plan.rows is not None and self._batch_size is None:
-            assembly.rows = plan.rows
 
     def _is_short(self, first: Plan, leaves: list[Any], structure: Structure) -> bool:
         rows = rows_of(first, leaves) if structure == first.structure else None

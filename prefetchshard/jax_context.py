@@ -10,20 +10,35 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+_NAMES = (
+    "allow_f16_reductions",
+    "array_garbage_collection_guard",
+    "check_tracer_leaks",
+    "debug_infs",
+    "debug_key_reuse",
+    "debug_nans",
+    "default_device",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "disable_jit",
+    "enable_checks",
+    "enable_custom_prng",
+    "enable_x64",
+    "explain_cache_misses",
+    "legacy_prng_key",
+    "log_compiles",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "remove_size_one_mesh_axis_from_type",
+    "softmax_custom_jvp",
+    "threefry_partitionable",
+    "transfer_guard_device_to_device",
+    "transfer_guard_device_to_host",
+    "transfer_guard_host_to_device",
+)
+# Not among them: `no_tracing`, `no_execution` and `thread_guard`, which say what the caller's own thread must not do.
 _MANAGERS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
-    "jax_enable_x64": jax.enable_x64,
-    "jax_default_device": jax.default_device,
-    "jax_default_matmul_precision": jax.default_matmul_precision,
-    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
-    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
-    "jax_default_prng_impl": jax.default_prng_impl,
-    "jax_threefry_partitionable": jax.threefry_partitionable,
-    "jax_debug_nans": jax.debug_nans,
-    "jax_debug_infs": jax.debug_infs,
-    "jax_log_compiles": jax.log_compiles,
-    "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
-    "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
-    "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,
+    f"jax_{name}": getattr(jax, name) for name in _NAMES if hasattr(jax, name) and hasattr(jax.config, f"jax_{name}")
 }
 
 
@@ -43,23 +58,28 @@ def mesh_in_force() -> Mesh | None:
 
 
 class JaxContext:
-    """The thread-local settings of JAX as they were where this was made."""
+    """The thread-local settings of JAX as they were where this was made.
+
+    Thread safety: immutable; equal where all settings are.
+    """
 
     def __init__(self) -> None:
-        self._values = {name: _value(name) for name in _MANAGERS}
+        self._values = tuple([_value(name) for name in _MANAGERS])
         self.mesh = mesh_in_force()
+        self.x64 = x64_enabled()
 
-    @property
-    def x64(self) -> bool:
-        return bool(self._values["jax_enable_x64"])
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JaxContext) and self._values == other._values and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        return hash((self._values, self.mesh))
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Put them in force in this thread; what is as it should be already is left alone."""
+        """Put them in force in this thread, all of them: what is changed for the whole process later does not reach it."""
         with contextlib.ExitStack() as stack:
-            for name, value in self._values.items():
-                if _value(name) != value:
-                    stack.enter_context(_MANAGERS[name](value))
+            for manager, value in zip(_MANAGERS.values(), self._values, strict=True):
+                stack.enter_context(manager(value))
             if self.mesh is not None:
                 stack.enter_context(jax.set_mesh(self.mesh))
             yield

@@ -6,10 +6,13 @@ Foreign tensors are recognised by what they offer, never by importing their libr
 from __future__ import annotations
 
 import copy
+import math
+import mmap
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,32 +21,30 @@ from prefetchshard.errors import BatchError, LeafTypeError, NarrowingError, Sour
 
 AnyArray = NDArray[Any]
 
+_jax: Any = jax  # JAX types trees only in part
+_LEAF = _jax.tree_util.tree_structure(0)
+
 _NARROWED = {
     np.dtype(np.int64): np.dtype(np.int32),
     np.dtype(np.uint64): np.dtype(np.uint32),
     np.dtype(np.float64): np.dtype(np.float32),
     np.dtype(np.complex128): np.dtype(np.complex64),
 }
-_IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic)
-# What torch has and NumPy lacks goes through a view of the bits; the values are never converted.
-_TORCH_BITS = {
-    "torch.bfloat16": ("uint8", "bfloat16"),
-    "torch.float8_e4m3fn": ("uint8", "float8_e4m3fn"),
-    "torch.float8_e5m2": ("uint8", "float8_e5m2"),
-    "torch.float8_e4m3fnuz": ("uint8", "float8_e4m3fnuz"),
-    "torch.float8_e5m2fnuz": ("uint8", "float8_e5m2fnuz"),
-}
+_IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic, jax.Array)
+_OPAQUE_BYTES = (bytearray, mmap.mmap)
+_NO_FORM = {"float6_e2m3fn", "float6_e3m2fn", "complex32", "bcomplex32"}  # of ml_dtypes, unknown to JAX's runtime
 
 
 def as_array(leaf: Any, path: str = "") -> AnyArray:
     """The leaf as a NumPy array, sharing its memory where that can be.
 
     Args:
-        leaf: a NumPy array or scalar, a Python number, a torch or TensorFlow tensor, or anything with `__array__` or `__dlpack__`.
+        leaf: a NumPy array or scalar, a Python number, a torch or TensorFlow tensor, or anything with `__array__`, `__dlpack__` or a
+            buffer of numbers.
         path: of the leaf, for the errors.
 
     Raises:
-        LeafTypeError: text, objects, dates, structured and masked arrays, sparse tensors.
+        LeafTypeError: text, objects, dates, structured and masked arrays, sparse tensors, PRNG keys.
         NarrowingError: a Python integer beyond 64 bits.
     """
     if type(leaf) is np.ndarray:
@@ -51,7 +52,7 @@ def as_array(leaf: Any, path: str = "") -> AnyArray:
     elif isinstance(leaf, np.ma.MaskedArray):
         raise LeafTypeError(path, "a masked array", "fill it (`x.filled(value)`) and pass its mask as a leaf of its own")
     elif isinstance(leaf, np.ndarray):
-        array = leaf.view(np.ndarray) if type(leaf) is not np.memmap else np.asarray(leaf)
+        array = leaf.view(np.ndarray)
     else:
         array = _foreign(leaf, path)
     if not is_numeric(array.dtype):
@@ -63,29 +64,54 @@ def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Whether a device can hold it: bool, numbers up to 128 bits of complex, and the small floats and integers of ml_dtypes."""
     if dtype.kind in "biufc":
         return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
-    return dtype.type.__module__.split(".")[0] == "ml_dtypes"
+    return dtype.type.__module__.split(".")[0] == "ml_dtypes" and dtype.name not in _NO_FORM
 
 
 def _foreign(leaf: Any, path: str) -> AnyArray:
     kind = type(leaf)
-    if kind is bool or kind is float or kind is complex or isinstance(leaf, np.generic):
+    if isinstance(leaf, (bool, float, complex, np.generic)):
         return np.asarray(leaf)
     if isinstance(leaf, int):
         return _python_int(leaf, path)
     if isinstance(leaf, (str, bytes)):
         raise LeafTypeError(path, f"{kind.__name__} {leaf[:30]!r}")
-    if kind.__module__.split(".")[0] == "torch" and hasattr(leaf, "detach"):
+    if _is_torch(leaf):
         return _from_torch(leaf, path)
-    if hasattr(leaf, "__array__"):
-        return np.asarray(leaf)
-    if hasattr(leaf, "__dlpack__"):
-        return np.from_dlpack(leaf)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf.dtype, np.dtype):
+        raise LeafTypeError(path, f"an array of {leaf.dtype} among numbers", "let each example have PRNG keys there, or none")
+    for offers, convert in _WAYS.items():
+        if hasattr(leaf, offers):
+            return _converted(leaf, path, convert)
+    if not isinstance(leaf, _OPAQUE_BYTES) and _has_buffer(leaf):
+        return _converted(leaf, path, np.asarray)
     raise LeafTypeError(
         path,
         f"an object of type {kind.__module__}.{kind.__qualname__}",
-        f"if {kind.__qualname__} is a container, register it (`jax.tree_util.register_dataclass`, `register_pytree_node`); "
-        f"if it is a value, keep it on the host with ps.HOST or convert it in `transform`",
+        f"if {kind.__qualname__} is a container, register it (`jax.tree_util.register_dataclass`, `register_pytree_node`) or convert it to a "
+        f"dict or a tuple; if it is a value, keep it on the host (ps.HOST in its place of `sharding=`) or convert it in `transform`",
     )
+
+
+_WAYS: dict[str, Callable[[Any], AnyArray]] = {"__array__": np.asarray, "__array_interface__": np.asarray, "__dlpack__": np.from_dlpack}
+
+
+def _converted(leaf: Any, path: str, convert: Callable[[Any], AnyArray]) -> AnyArray:
+    try:
+        return convert(leaf)
+    except (TypeError, ValueError, BufferError) as error:
+        kind = type(leaf)
+        raise LeafTypeError(path, f"an object of type {kind.__module__}.{kind.__qualname__}, of which NumPy makes no array,") from error
+    except Exception as error:  # e.g. a jax.Array that was deleted
+        error.add_note(f"leaf {path or '(the batch itself)'}")
+        raise
+
+
+def _has_buffer(leaf: Any) -> bool:
+    try:
+        memoryview(leaf).release()
+    except (TypeError, BufferError):
+        return False
+    return True
 
 
 def _python_int(leaf: int, path: str) -> AnyArray:
@@ -97,6 +123,11 @@ def _python_int(leaf: int, path: str) -> AnyArray:
     raise NarrowingError(f"leaf {path or '(the batch itself)'}: the integer {leaf} has more than 64 bits; keep it on the host with ps.HOST")
 
 
+def _is_torch(leaf: Any) -> bool:
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    return torch is not None and isinstance(leaf, getattr(torch, "Tensor", ()))
+
+
 def _from_torch(leaf: Any, path: str) -> AnyArray:
     tensor = leaf.detach()
     if str(getattr(tensor, "layout", "torch.strided")) != "torch.strided" or getattr(tensor, "is_quantized", False):
@@ -104,18 +135,25 @@ def _from_torch(leaf: Any, path: str) -> AnyArray:
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
     tensor = tensor.resolve_conj().resolve_neg()
-    bits = _TORCH_BITS.get(str(tensor.dtype))
-    if bits is None:
+    try:
         return tensor.numpy()
+    except TypeError as error:  # a dtype that NumPy lacks
+        bits = _torch_bits(tensor)
+        if bits is None:
+            raise LeafTypeError(path, f"dtype {tensor.dtype}") from error
+        return bits
+
+
+def _torch_bits(tensor: Any) -> AnyArray | None:
+    """A view of the bits under the dtype of the same name in ml_dtypes: the values are never converted."""
     import ml_dtypes  # comes with jax; imported by the first such tensor only
 
     torch = sys.modules["torch"]
-    target = np.dtype(getattr(ml_dtypes, bits[1]))
-    if tensor.dim() == 0:
-        return _from_torch(leaf.reshape(1), path).reshape(())
-    if target.itemsize == 2:
-        return tensor.view(torch.int16).numpy().view(target)
-    return tensor.view(torch.uint8).numpy().view(target)
+    target = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
+    integers = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size())
+    if target is None or integers is None:
+        return None
+    return tensor.view(integers).numpy().view(target)
 
 
 def canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any]:
@@ -138,15 +176,15 @@ def refuse_narrowing(path: str, source: np.dtype[Any], target: np.dtype[Any]) ->
     )
 
 
-def store(view: AnyArray, value: AnyArray, *, path: str, policy: Narrow, row: int = 0) -> None:
+def store(view: AnyArray, value: AnyArray, *, path: str, policy: Narrow, row: int | None = 0) -> None:
     """Copy `value` into `view`, which has the same shape and the canonical dtype.
 
     Args:
-        view: `(rows, *example)`, written.
-        value: `(rows, *example)`, of the source's dtype.
+        view: `(rows, *example)`, or of any shape where `row` is None; written.
+        value: of the same shape, of the source's dtype.
         path: of the leaf, for the error.
         policy: what happens to 64-bit values that do not survive; see `Loader(narrow=)`.
-        row: the row of the batch at which `view` begins, for the error.
+        row: the row of the batch at which `view` begins, for the error; None for a leaf without rows.
 
     Raises:
         NarrowingError: under "check", names leaf, row and value.
@@ -162,89 +200,177 @@ def store(view: AnyArray, value: AnyArray, *, path: str, policy: Narrow, row: in
         _store_floats(view, value, path, row)
 
 
-def _store_integers(view: AnyArray, value: AnyArray, path: str, row: int) -> None:
+def _store_integers(view: AnyArray, value: AnyArray, path: str, row: int | None) -> None:
     bounds = np.iinfo(view.dtype)
     if value.size and (value.max() > bounds.max or (value.dtype.kind == "i" and value.min() < bounds.min)):
         raise _lost(view, value, (value > bounds.max) | (value < bounds.min), path, row)
     np.copyto(view, value, casting="unsafe")
 
 
-def _store_floats(view: AnyArray, value: AnyArray, path: str, row: int) -> None:
+def _store_floats(view: AnyArray, value: AnyArray, path: str, row: int | None) -> None:
     try:
         with np.errstate(over="raise", invalid="ignore", under="ignore"):  # the cast itself tells: no pass of its own
             np.copyto(view, value, casting="unsafe")
     except FloatingPointError:
-        with np.errstate(all="ignore"):
-            narrowed = value.astype(view.dtype)
-        raise _lost(view, value, np.isinf(narrowed) & ~np.isinf(value), path, row) from None
+        raise _lost(view, value, _overflows(value, view.dtype), path, row) from None
 
 
-def _lost(view: AnyArray, value: AnyArray, wrong: AnyArray, path: str, row: int) -> NarrowingError:
-    index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))
-    bad = np.atleast_1d(value)[index]
-    where = f"row {row + index[0]}" + (f", index {list(index[1:])}" if len(index) > 1 else "") if value.ndim else "a scalar"
+def _overflows(value: AnyArray, dtype: np.dtype[Any]) -> AnyArray:
+    if value.dtype.kind == "c":
+        part = np.empty(0, dtype).real.dtype
+        return _overflows(value.real, part) | _overflows(value.imag, part)
+    with np.errstate(all="ignore"):
+        return np.isinf(value.astype(dtype)) & ~np.isinf(value)
+
+
+def _lost(view: AnyArray, value: AnyArray, wrong: AnyArray, path: str, row: int | None) -> NarrowingError:
+    index = [int(i[0]) for i in np.nonzero(np.atleast_1d(wrong))]
+    bad = np.atleast_1d(value)[tuple(index)]
+    where = "" if value.ndim else "a scalar: "
+    if value.ndim and row is not None:
+        where = f"row {row + index.pop(0)} of the batch" + ("" if index else ": ")
+        where += f", index {index}: " if index else ""
+    elif value.ndim:
+        where = f"index {index}: "
     return NarrowingError(
-        f"leaf {path or '(the batch itself)'}: {where}: the {value.dtype} value {bad} does not fit {view.dtype}, to which it would be "
+        f"leaf {path or '(the batch itself)'}: {where}the {value.dtype} value {bad} does not fit {view.dtype}, to which it would be "
         f"converted because x64 is off; cast or split it in `transform`, run under `jax.enable_x64(True)`, or pass narrow='allow'"
     )
 
 
-def stack_on_host(values: list[Any]) -> AnyArray:
-    """One NumPy array `(rows, ...)` over values that stay on the host: text, numbers, objects, or arrays of equal shape."""
+def own(value: Any, *, deep: bool = False) -> Any:
+    """The value with copies of all arrays, tensors and lists in it: whoever changes it, or what it came from, leaves the other alone.
+
+    Args:
+        value: anything.
+        deep: copy other objects too, where they can be copied.
+
+    Raises:
+        SourceError: `deep`, and there is an object that cannot be copied.
+    """
+    if isinstance(value, _IMMUTABLE) and not isinstance(value, np.void):  # np.void is a view
+        return value
+    if isinstance(value, np.ndarray):
+        return _own_array(value, deep)
+    if type(value) is dict:
+        return {k: own(v, deep=deep) for k, v in value.items()}
+    if type(value) is list:
+        return [own(v, deep=deep) for v in value]
+    if isinstance(value, memoryview):
+        return memoryview(np.array(value))
+    children = _children(value)
+    if children is not None:
+        parts, rebuild = children
+        return rebuild([own(part, deep=deep) for part in parts])
+    return _own_object(value, deep)
+
+
+def _own_array(array: AnyArray, deep: bool) -> AnyArray:
+    copied = array.copy()
+    if array.dtype == object:
+        for index, value in np.ndenumerate(array):
+            copied[index] = own(value, deep=deep)
+    return copied
+
+
+def _own_object(value: Any, deep: bool) -> Any:
+    for way in ("clone", "copy"):  # tensors; deepcopy refuses those with a gradient
+        if callable(getattr(value, way, None)) and (isinstance(value, np.void) or hasattr(value, "__array__")):
+            return getattr(value, way)()
+    if not deep:
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise SourceError(
+            f"an item of type {type(value).__qualname__} cannot be copied, so it cannot be kept while the source goes on; "
+            f"if the source makes a new object for each item, say so: reuses_buffers=False"
+        ) from error
+
+
+def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What a container holds, and how to make one like it; None for what is not a container to JAX."""
+    parts, tree = _jax.tree_util.tree_flatten(value, is_leaf=lambda node: node is not value)
+    return None if tree == _LEAF else (parts, tree.unflatten)
+
+
+def stack_on_host(values: list[Any], path: str, rows: int | None = None) -> Any:
+    """NumPy arrays `(rows, ...)` over values that stay on the host.
+
+    Containers keep their form, each place in them becomes an array. Lists are values: they, text and other objects come in an array of
+    objects, so that nothing is cut to a common width.
+
+    Args:
+        values: of the examples.
+        path: of the leaf, for the error.
+        rows: to be filled up to, with 0, empty text, None, or what is masked; None: as many as there are values.
+
+    Raises:
+        BatchError: containers that differ in form.
+    """
     first = values[0]
-    if isinstance(first, (str, bytes, bool, int, float, complex, np.generic)) and all(type(v) is type(first) for v in values):
-        array = np.array(values)
-        if array.dtype.kind != "O" and array.ndim == 1:
-            return array
-    if all(isinstance(v, np.ndarray) and v.shape == first.shape and v.dtype == first.dtype for v in values):
-        return np.stack(values)
+    if first is not None and type(first) is not list and (type(first) is dict or _children(first) is not None):
+        return _stack_containers(values, path, rows)
+    array = _stack_values(values)
+    if rows is None or rows == len(values):
+        return array
+    whole = blank(array, (rows, *array.shape[1:]))
+    if isinstance(first, (str, bytes)):
+        whole[:] = type(first)()
+    whole[: len(values)] = array
+    return whole
+
+
+def _stack_containers(values: list[Any], path: str, rows: int | None) -> Any:
+    first = values[0]
+    if type(first) is dict:
+        if any(type(v) is not dict or v.keys() != first.keys() for v in values):
+            raise _other_form(path)
+        return {k: stack_on_host([v[k] for v in values], f"{path}.{k}", rows) for k in first}
+    forms = [_jax.tree_util.tree_structure(v, is_leaf=lambda node, v=v: node is not v) for v in values]
+    if any(form != forms[0] for form in forms):
+        raise _other_form(path)
+    parts = zip(*(forms[0].flatten_up_to(v) for v in values), strict=True)
+    return forms[0].unflatten([stack_on_host(list(part), f"{path}[{i}]", rows) for i, part in enumerate(parts)])
+
+
+def _other_form(path: str) -> BatchError:
+    return BatchError(
+        f"leaf {path or '(the example itself)'}: the containers that stay on the host differ in form among the examples of a batch; give them "
+        f"the same keys, or put each in a list ([value]), which is kept as it is"
+    )
+
+
+def _stack_values(values: list[Any]) -> AnyArray:
+    first = values[0]
+    if all(type(v) is type(first) for v in values):
+        if isinstance(first, np.ndarray) and all(v.shape == first.shape and v.dtype == first.dtype for v in values):
+            return np.ma.stack(values) if isinstance(first, np.ma.MaskedArray) else np.stack(values)
+        if isinstance(first, np.generic) and not isinstance(first, (np.str_, np.bytes_)) and all(v.dtype == first.dtype for v in values):
+            return np.array(values)
+        if isinstance(first, (bool, float, complex)) or (isinstance(first, int) and all(-(2**63) <= v < 2**63 for v in values)):
+            return np.array(values)
     objects = np.empty(len(values), object)
     for i, value in enumerate(values):  # an assignment of the list would look into nested sequences
         objects[i] = value
     return objects
 
 
-def own_on_host(value: Any) -> Any:
-    """A value that stays on the host, with the arrays in its containers copied: the source may overwrite them."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if type(value) is list:
-        return [own_on_host(v) for v in value]
-    if type(value) is tuple:
-        return tuple(own_on_host(v) for v in value)
-    if type(value) is dict:
-        return {k: own_on_host(v) for k, v in value.items()}
-    return value
-
-
-def own_leaf(leaf: Any) -> Any:
-    """A leaf of an item that is handed to another thread while the source may already overwrite it.
-
-    Raises:
-        SourceError: it can neither be shared nor copied.
-    """
-    if isinstance(leaf, _IMMUTABLE):
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    if hasattr(leaf, "sharding"):  # jax.Array: immutable
-        return leaf
-    for way in ("clone", "copy"):
-        if callable(getattr(leaf, way, None)) and hasattr(leaf, "__array__"):
-            return getattr(leaf, way)()
-    if isinstance(leaf, Mapping) and not isinstance(leaf, dict):
-        return leaf
-    try:
-        return copy.deepcopy(leaf)
-    except Exception as error:
-        raise SourceError(
-            f"an item of type {type(leaf).__qualname__} cannot be copied, so it cannot be kept while the source goes on; "
-            f"if the source makes a new object for each item, say so: reuses_buffers=False"
-        ) from error
+def blank(like: AnyArray, shape: tuple[int, ...]) -> AnyArray:
+    """Memory for rows like those of an array that stays on the host: 0, empty text, None, or masked."""
+    if like.dtype == object:
+        return np.empty(shape, object)
+    if isinstance(like, np.ma.MaskedArray):
+        masked = np.ma.array(np.zeros(shape, like.dtype), mask=True)
+        masked.fill_value = like.fill_value
+        return masked
+    return np.zeros(shape, like.dtype).view(type(like))
 
 
 def check_example(path: str, row: int, got: AnyArray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Whether an example's leaf stacks with those of the first one.
+    """Whether an example's leaf stacks with those of the others.
+
+    Which of them decided on the shape and dtype depends on the threads, so nothing is cast: whether it fits must not depend on that.
 
     Raises:
         BatchError: names leaf, row, and both shapes or dtypes.
@@ -252,12 +378,12 @@ def check_example(path: str, row: int, got: AnyArray, shape: tuple[int, ...], dt
     name = path or "(the example itself)"
     if got.shape != shape:
         raise BatchError(
-            f"leaf {name}: the example at row {row} has shape {got.shape}, the batch has {shape}; "
+            f"leaf {name}: the example at row {row} has shape {got.shape}, others of its batch have {shape}; "
             f"pad or cut it in `transform`, or stack such examples in `collate`"
         )
-    if got.dtype != dtype and not np.can_cast(got.dtype, dtype, "safe"):
+    if got.dtype != dtype and got.dtype.newbyteorder("=") != dtype.newbyteorder("="):
         raise BatchError(
-            f"leaf {name}: the example at row {row} has dtype {got.dtype}, the first one had {dtype}; cast it in `transform`, "
+            f"leaf {name}: the example at row {row} has dtype {got.dtype}, others of its batch have {dtype}; cast it in `transform`, "
             f"so that every batch has one dtype"
         )
 
@@ -266,9 +392,22 @@ def pad_value(path: str, value: float | bool, dtype: np.dtype[Any]) -> AnyArray:
     """The padding of a leaf in its own dtype.
 
     Raises:
-        BatchError: the dtype cannot hold it.
+        BatchError: the dtype cannot hold it: integers must survive exactly, floats may round but not overflow.
     """
     try:
-        return np.full((), value, dtype)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise BatchError(f"leaf {path or '(the batch itself)'}: ps.Pad(value={value!r}) does not fit dtype {dtype}") from error
+        with np.errstate(all="ignore"):
+            padding = np.full((), value, dtype)
+    except (OverflowError, ValueError, TypeError):
+        padding = None
+    if padding is None or not _survived(value, padding.item()):
+        raise BatchError(
+            f"leaf {path or '(the batch itself)'}: ps.Pad(value={value!r}) does not fit dtype {dtype}; choose a value that every leaf can "
+            f"hold (0 always fits), or cast the leaf in `transform`"
+        )
+    return padding
+
+
+def _survived(value: float, got: Any) -> bool:
+    if isinstance(got, (bool, int)) or not math.isfinite(value):
+        return got == value or (got != got and value != value)
+    return bool(np.isfinite(got))

@@ -9,12 +9,14 @@ from typing import Any, Literal, NoReturn
 
 from prefetchshard import aio
 from prefetchshard.agreement import OneProcess
-from prefetchshard.batches import BatchSpec, PlacedBatch, Position
+from prefetchshard.batches import BatchSpec, LeafSpec, PlacedBatch, Position
 from prefetchshard.bounded_queue import EMPTY
 from prefetchshard.building import Blueprint
 from prefetchshard.clock import MONOTONIC
 from prefetchshard.config import Narrow, PerDevice, Remainder, Settings
 from prefetchshard.errors import BatchError, ConfigError, UsedUpError
+from prefetchshard.jax_context import JaxContext
+from prefetchshard.limits import parse_bytes
 from prefetchshard.reading import Cursor
 from prefetchshard.statistics import Stats
 
@@ -74,7 +76,7 @@ class LoaderIterator:
         if meters.first_next_at is None:
             meters.first_next_at = began
             meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
-            self._blueprint.learn_spec(item)
+            self._blueprint.learn_spec(item, x64=self._run.context.x64)
         meters.stall_seconds += now - began
         meters.last_next_at = now
         meters.batches += 1
@@ -147,17 +149,25 @@ class LoaderIterator:
         """Whether more may come: it neither ended, nor failed, nor was closed."""
         return not self._over and not self._run.closed
 
-    def peek(self) -> PlacedBatch | None:
-        """Wait for the next batch and leave it where it is; None where there is none."""
+    def learn_spec(self) -> tuple[LeafSpec, ...]:
+        """What the next batch looks like; waits for it and leaves it where it is.
+
+        Raises:
+            BatchError: there is none.
+        """
         self._blueprint.check_thread()
         while not self._outbox.is_over():
             self._outbox.wait_ready()
             item = self._outbox.peek_nowait()
             if item is not EMPTY:
-                return item
+                return self._blueprint.learn_spec(item, x64=self._run.context.x64)
         if self._outbox.failure is not None:
             raise self._outbox.failure
-        return None
+        raise BatchError("the source has no batch, so it cannot be told what one looks like")
+
+    def is_under_these_settings(self) -> bool:
+        """Whether the JAX settings in force in this thread are those of the run."""
+        return self._run.context == JaxContext()
 
     def __repr__(self) -> str:
         state = "live" if self.is_live else "failed" if self._failure is not None else "ended" if self._over else "closed"
@@ -197,6 +207,9 @@ class Loader:
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item. False: it never does, so
             that pulling and copying may overlap.
         depth: batches ready on the devices ahead of the one in use, at least 1.
+        device_memory: bound, in bytes ("2GiB", or a number), on what is ahead of the batch in use on each device; lowers `depth` where
+            needed. What cannot be kept to is an error, here where the source is arrays, else with the first batch.
+        host_memory: bound, in bytes, on the batches that are being read or wait in staging memory.
         narrow: 64-bit leaves while x64 is off: "check": integers must survive, floats may round but not overflow, else an error that
             names leaf, row and value; "error": no such leaves; "allow": as JAX does it, silently.
 
@@ -224,6 +237,8 @@ class Loader:
         workers: int | Literal["auto"] = "auto",
         reuses_buffers: bool = True,
         depth: int = 2,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
         narrow: Narrow = "check",
     ) -> None:
         settings = Settings(
@@ -240,6 +255,8 @@ class Loader:
             reuses_buffers=reuses_buffers,
             depth=depth,
             narrow=narrow,
+            device_memory=parse_bytes("device_memory", device_memory),
+            host_memory=parse_bytes("host_memory", host_memory),
         )
         self._blueprint = Blueprint(source, sharding, settings, OneProcess(), MONOTONIC)
         self._runs: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
@@ -250,11 +267,7 @@ class Loader:
         self._blueprint.check_process()
         if self._only is not None:
             return self._the_only_run(self._only)
-        if self._asked is not None:
-            iterator, self._asked = self._asked, None
-            if iterator.is_live:
-                return iterator
-        return self._start()
+        return self._take_over() or self._start()
 
     def __aiter__(self) -> LoaderIterator:
         return iter(self)
@@ -303,20 +316,25 @@ class Loader:
         """
         leaves = self._blueprint.known_spec()
         if leaves is None:
-            placed = self._run_to_look_at().peek()
-            if placed is None:
-                raise BatchError("the source has no batch, so it cannot be told what one looks like")
-            leaves = self._blueprint.learn_spec(placed)
+            leaves = self._run_to_look_at().learn_spec()
         return BatchSpec(leaves, self._blueprint.ahead)
 
     def _run_to_look_at(self) -> LoaderIterator:
         if self._only is not None:
             return self._the_only_run(self._only)
-        if self._asked is None or not self._asked.is_live:
-            iterator = self._start()
-            self._asked = None if self._blueprint.one_shot else iterator
+        iterator = self._take_over() or self._start()
+        self._asked = None if self._blueprint.one_shot else iterator
+        return iterator
+
+    def _take_over(self) -> LoaderIterator | None:
+        """The run that `spec` started, unless other JAX settings are in force now."""
+        iterator, self._asked = self._asked, None
+        if iterator is None or not iterator.is_live:
+            return None
+        if iterator.is_under_these_settings():
             return iterator
-        return self._asked
+        iterator.close()
+        return None
 
     def __len__(self) -> int:
         """Steps of the next run.

@@ -41,15 +41,16 @@ class Parking:
         while not ready():
             waker = _thread.allocate_lock()
             waker.acquire()
-            self._parked.append(waker)
-            if ready():
+            try:
+                self._parked.append(waker)
+                if ready():
+                    return True
+                if deadline is None:
+                    waker.acquire()
+                elif not waker.acquire(timeout=min(max(0.0, deadline - time.monotonic()), _thread.TIMEOUT_MAX)):
+                    return ready()
+            finally:  # Ctrl-C comes here too
                 self.leave(waker)
-                return True
-            if deadline is None:
-                waker.acquire()
-            elif not waker.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                self.leave(waker)
-                return ready()
         return True
 
     def park(self, waker: Waker) -> None:
@@ -66,7 +67,7 @@ class Parking:
     def wake(self) -> None:
         """Release every waiter. Never blocks, takes no lock."""
         parked = self._parked
-        while parked:
+        for _ in range(len(parked)):  # who parks from now on sees the change
             try:
                 waker = parked.popleft()
             except IndexError:  # another thread woke the last one

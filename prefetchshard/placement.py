@@ -119,12 +119,12 @@ class Rules:
         """Whether each leaf stays on the host by a rule that is known without looking at it."""
         return tuple([self._rules[i] is HOST for i in structure.rules])
 
-    def platform(self) -> str:
-        """Of the devices that the rules speak of ("cpu", "gpu", "tpu"); of the default ones where a callable decides."""
+    def device(self) -> Any:
+        """One of the devices that the rules speak of; the default one where a callable decides."""
         for rule in self._rules:
             if isinstance(rule, Sharding):
-                return devices_of(rule)[0].platform
-        return _jax.devices()[0].platform
+                return next((d for d in devices_of(rule) if d.process_index == _jax.process_index()), devices_of(rule)[0])
+        return _jax.local_devices()[0]
 
     def batch_split(self) -> int | None:
         """In how many pieces the rules cut axis 0; None where a callable decides.

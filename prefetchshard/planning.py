@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -192,10 +192,20 @@ class Planner:
         narrow: what happens to 64-bit leaves while x64 is off.
         x64: whether 64-bit types are in force.
         agreement: among processes.
+        on_plan: told of each new plan, before it is used.
     """
 
     def __init__(
-        self, rules: Rules, *, rows: int | None, pad: Pad | None, microbatches: int | None, narrow: Narrow, x64: bool, agreement: Agreement
+        self,
+        rules: Rules,
+        *,
+        rows: int | None,
+        pad: Pad | None,
+        microbatches: int | None,
+        narrow: Narrow,
+        x64: bool,
+        agreement: Agreement,
+        on_plan: Callable[[Plan], object],
     ) -> None:
         self.rules = rules
         self.rows = rows
@@ -204,6 +214,7 @@ class Planner:
         self._microbatches = microbatches
         self._x64 = x64
         self._agreement = agreement
+        self._on_plan = on_plan
         self._lock = threading.Lock()  # guards _plans; plans are made one at a time so that workers share them
         self._plans: dict[Any, Plan] = {}
 
@@ -299,7 +310,9 @@ class Planner:
             with self._lock:
                 plan = self._plans.get(key)
                 if plan is None:
-                    plan = self._plans[key] = self._make(structure, leaves, rows, examples)
+                    plan = self._make(structure, leaves, rows, examples)
+                    self._on_plan(plan)
+                    self._plans[key] = plan
                     while len(self._plans) > 64:  # shapes that never come back must not pile up
                         del self._plans[next(iter(self._plans))]
         return plan
@@ -316,7 +329,7 @@ class Planner:
             self._place(structure, leaves)  # again, now that it is known which axes are rows
         if self._pad is not None and rows is not None:
             for leaf in leaves:
-                if leaf.kind is Kind.STAGED and leaf.has_rows:
+                if leaf.has_rows and (leaf.kind is Kind.STAGED or (leaf.kind is Kind.DEVICE and isinstance(leaf.target, np.dtype))):
                     leaf.padding = pad_value(leaf.path, self._pad.value, leaf.target)
         return Plan(structure, leaves, rows, self._microbatches, self._pad, self.rules)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
@@ -19,6 +20,11 @@ from prefetchshard.planning import Plan
 from prefetchshard.statistics import Meters
 
 HostQueue: TypeAlias = BoundedQueue[HostBatch[Plan]]
+
+
+def cpu_count() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Cursor(msgspec.Struct, frozen=True):

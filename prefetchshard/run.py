@@ -23,7 +23,7 @@ from prefetchshard.clock import Clock
 from prefetchshard.errors import StuckThreadWarning, UsedUpError
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.reading import Reader
-from prefetchshard.stages import HostQueue, Placer, ReadyQueue, transfer
+from prefetchshard.stages import HostQueue, Pace, Placer, ReadyQueue, transfer
 from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters, Stats
 
@@ -46,7 +46,7 @@ class Run:
         inbox: host batches.
         placer: puts them on the devices.
         outbox: ready batches.
-        in_flight: transfers that may be on their way at once.
+        pace: how many transfers may be on their way at once.
         meters: what is measured.
         staging: the ring.
         workers: reader threads, for the statistics.
@@ -63,7 +63,7 @@ class Run:
         placer: Placer,
         outbox: ReadyQueue,
         *,
-        in_flight: int,
+        pace: Pace,
         meters: Meters,
         staging: Staging,
         workers: int,
@@ -73,6 +73,7 @@ class Run:
         self.outbox = outbox
         self.meters = meters
         self.clock = clock
+        self.context = context
         self.began_at = clock()
         self.closed = False
         self._reader: Reader | None = reader
@@ -84,7 +85,7 @@ class Run:
         self._left = 0
         self._left_lock = threading.Lock()  # guards _left
         self._source_threads = [self._thread(name, body, context) for name, body in reader.bodies]
-        self._transfer_thread = self._thread("transfer", lambda: transfer(inbox, placer, outbox, meters, in_flight), context)
+        self._transfer_thread = self._thread("transfer", lambda: transfer(inbox, placer, outbox, meters, pace), context)
 
     def _thread(self, name: str, body: Callable[[], None], context: JaxContext) -> threading.Thread:
         variables = contextvars.copy_context()

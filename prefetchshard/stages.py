@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from prefetchshard.batches import HostBatch, PlacedBatch
 from prefetchshard.bounded_queue import EMPTY, BoundedQueue
@@ -18,13 +17,22 @@ from prefetchshard.packing import Packing
 from prefetchshard.planning import MASK, Kind, Plan
 from prefetchshard.shardings import replicated_like
 from prefetchshard.statistics import Meters
-from prefetchshard.transfer import is_key, put
+from prefetchshard.transfer import explicit, is_key, put
 
 _jax: Any = jax
 _jnp: Any = jnp
 
 HostQueue: TypeAlias = BoundedQueue[HostBatch[Plan]]
 ReadyQueue: TypeAlias = BoundedQueue[PlacedBatch]
+
+
+class Pace:
+    """How many transfers may be on their way at once; what a batch takes may show that it must be fewer."""
+
+    __slots__ = ("in_flight",)
+
+    def __init__(self, in_flight: int) -> None:
+        self.in_flight = in_flight
 
 
 class Flight:
@@ -118,7 +126,8 @@ def _to_put(host: HostBatch[Plan]) -> tuple[list[Any], list[Any], list[str]]:
             view = memory.views[n]
             leaves.append(view if view.shape == shape else view.reshape(shape))
         else:
-            leaves.append(_device_leaf(plan, index, shape, host.passed.pop(index)))
+            with explicit():
+                leaves.append(_device_leaf(plan, index, shape, host.passed.pop(index)))
     if plan.packing is None or memory is None:
         return leaves, plan.put_shardings, plan.put_paths
     others = [n for n in range(len(plan.put_order)) if n not in packed]
@@ -143,13 +152,12 @@ def _device_leaf(plan: Plan, index: int, shape: tuple[int, ...], value: Any) -> 
         if is_key(value):
             filling = _jnp.repeat(value[-1:], missing, axis=0)  # any valid key: its rows are masked
         else:
-            padding = np.asarray(0 if plan.pad is None else plan.pad.value).astype(value.dtype)
-            filling = _jnp.full((missing, *value.shape[1:]), padding)
+            filling = _jnp.full((missing, *value.shape[1:]), leaf.padding)
         value = _jnp.concatenate([value, filling])
     return value if value.shape == shape else _jnp.reshape(value, shape)
 
 
-def transfer(inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meters, in_flight: int) -> None:
+def transfer(inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meters, pace: Pace) -> None:
     """Move batches from the host to the devices until there are no more, or none is wanted.
 
     Args:
@@ -157,13 +165,13 @@ def transfer(inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meter
         placer: does what has to do with devices.
         outbox: ready batches.
         meters: what is measured.
-        in_flight: transfers that may be on their way at once.
+        pace: how many transfers may be on their way at once.
     """
     flying: deque[Flight] = deque()
     failure: BaseException | None = None
     try:
         while not outbox.cancelled:
-            if len(flying) < in_flight and (inbox.has_ready() or not flying):
+            if len(flying) < pace.in_flight and (inbox.has_ready() or not flying):
                 if not flying and not inbox.wait_ready():
                     break
                 host = inbox.take_nowait()

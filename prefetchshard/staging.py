@@ -145,7 +145,7 @@ class AliasedStaging:
         self._capacity = capacity
         self._lock = threading.Lock()  # guards _free, _lent and the counts; never taken by the weak references' callbacks
         self._free: dict[int, list[AnyArray]] = {}
-        self._lent: set[_Loan] = set()
+        self._lent: dict[int, _Loan] = {}  # by id: a weak reference hashes as what it refers to, and a buffer does not
         # A callback may run in any thread and inside any allocation, so all it does is this reentrant put.
         self._back: queue.SimpleQueue[_Loan] = queue.SimpleQueue()
         self._made = 0
@@ -174,7 +174,7 @@ class AliasedStaging:
         loan = _Loan(buffer, self._back.put)
         loan.memory = memory
         with self._lock:
-            self._lent.add(loan)
+            self._lent[id(loan)] = loan
         return np.ndarray(shape, dtype, buffer)
 
     def _collect(self) -> None:
@@ -184,7 +184,7 @@ class AliasedStaging:
                 loan = self._back.get_nowait()
             except queue.Empty:
                 return
-            self._lent.discard(loan)
+            self._lent.pop(id(loan), None)
             size = loan.memory.nbytes
             free = self._free.pop(size, [])
             if len(free) < self._capacity:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +14,15 @@ from prefetchshard.errors import BatchError
 from prefetchshard.faults import note, presentable
 from prefetchshard.filling import Assembly, Wholes
 from prefetchshard.leaves import own_leaf
-from prefetchshard.reading import Line, Task
+from prefetchshard.parking import Parking
+from prefetchshard.reading import Line, Task, cpu_count
 from prefetchshard.sources.iterables import END, EndType, Items, Stream
 
 _Job = Callable[[], None]
+
+
+SHARE_BYTES = 4 << 20
+"""A large batch is copied in shares of at least this size: waking a thread costs as much as copying some hundred kilobytes."""
 
 
 class StreamReader:
@@ -41,13 +47,15 @@ class StreamReader:
         self._wholes = Wholes(
             task.filler, task.meters, first_step=task.start.step, batch_size=task.batch_size, shares_items=not reuses_buffers
         )
+        self._copied = Parking()
+        self._copiers = min(task.workers, cpu_count()) - 1  # beside the source's own thread; copying is all that they do
         self._by_workers = task.hooks.transform is not None or task.hooks.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
 
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
-        workers = self._task.workers if self._by_workers else 0
+        workers = self._task.workers if self._by_workers else self._copiers if self._task.batch_size is None else 0
         return [("source", self._read), *((f"reader-{i}", self._work) for i in range(workers))]
 
     def interrupt(self) -> None:
@@ -71,8 +79,6 @@ class StreamReader:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if self._task.out.cancelled:
-                return
             job()
 
     def _part(self, assembly: Assembly, work: Callable[[], None], rows: tuple[int, int] | None = None) -> _Job:
@@ -80,11 +86,13 @@ class StreamReader:
 
         def job() -> None:
             try:
-                work()
+                if not self._task.out.cancelled:
+                    work()
             except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
-                self._fail(assembly, error, "transforming", rows)
+                self._fail(assembly, error, "copying" if assembly.work is not None else "transforming", rows)
             if assembly.part_done():
                 self._finish(assembly)
+                self._copied.wake()
 
         assembly.add_part()
         return job
@@ -100,7 +108,13 @@ class StreamReader:
             assembly.drop_memory()
             return
         try:
-            if assembly.examples is not None:
+            if task.out.cancelled:
+                assembly.withdraw()
+                assembly.drop_memory()
+                return
+            if assembly.work is not None:
+                task.meters.add(padded=self._wholes.end(assembly, assembly.work))
+            elif assembly.examples is not None:
                 self._wholes.collate(assembly, task.hooks, pads=task.pads, gathered=False)
             elif task.batch_size is not None:
                 task.meters.add(padded=task.filler.finish(assembly, assembly.rows))
@@ -324,9 +338,42 @@ class StreamReader:
         missing = 0 if task.pads else self._wholes.missing(assembly, item)
         if missing:
             return assembly, self._keep(item), missing
-        self._wholes.write(assembly, item, pads=task.pads)
-        assembly.send()
+        self._write(assembly, item)
         return None
+
+    def _write(self, assembly: Assembly, item: Any) -> None:
+        """Copy a batch in this thread, or, where it is large, in shares by the workers too."""
+        task, wholes = self._task, self._wholes
+        began = task.clock()
+        work = wholes.begin(assembly, item, pads=task.pads)
+        shares = min(self._copiers + 1, work.plan.nbytes // SHARE_BYTES) if work.rows else 1
+        if shares > 1:
+            assembly.work = work
+            jobs = [self._part(assembly, partial(wholes.copy_share, assembly, work, i, shares)) for i in range(shares)]
+            assembly.close_parts()
+            for job in jobs[1:]:
+                self._jobs.put(job)
+            jobs[0]()
+            if self._reuses_buffers:
+                self._wait_until_read(assembly)
+            task.meters.add(copy=task.clock() - began)
+            return
+        wholes.copy_share(assembly, work)
+        task.meters.add(copy=task.clock() - began, padded=wholes.end(assembly, work))
+        assembly.send()
+
+    def _wait_until_read(self, assembly: Assembly) -> None:
+        """Wait for the other shares; the source must not be touched before, also where nothing more is wanted."""
+        while not assembly.is_read:
+            try:
+                job = self._jobs.get_nowait()  # workers that were dismissed leave jobs behind
+            except queue.Empty:
+                self._copied.wait(lambda: assembly.is_read)
+                return
+            if job is not None:
+                job()
+            elif not self._task.out.cancelled:
+                self._jobs.put(None)
 
     def _resolve(self, held: tuple[Assembly, Any, int], *, ended: bool) -> None:
         assembly, item, missing = held

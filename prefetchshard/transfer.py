@@ -45,7 +45,7 @@ def put(
     placed: list[jax.Array] = []
     whole: Sequence[Shape | None] = [None] * len(leaves) if shapes is None else shapes
     try:
-        with _explicit():
+        with explicit():
             for leaf, sharding, shape in zip(leaves, shardings, whole, strict=True):
                 if type(leaf) is np.ndarray:
                     placed.append(_put_numpy(leaf, sharding, shape))
@@ -58,7 +58,8 @@ def put(
     return placed
 
 
-def _explicit() -> contextlib.AbstractContextManager[Any]:
+def explicit() -> contextlib.AbstractContextManager[Any]:
+    """For calls that may move data to devices."""
     # To JAX only `device_put` is a transfer that the user asked for; ours are, whatever call makes them
     guard = _jax.config.jax_transfer_guard_host_to_device
     return _jax.transfer_guard_host_to_device("allow") if guard in ("disallow", "log") else contextlib.nullcontext()

@@ -428,8 +428,9 @@ def test_what_stays_on_the_host() -> None:
     assert rules.on_host(structure) == (False, False, True, False)  # a callable is asked when shapes are known
 
 
-def test_the_platform_is_that_of_the_devices() -> None:
-    assert [resolve(sharding).platform() for sharding in (None, {"a": HOST, "b": ROWS}, lambda *_: None)] == [DEVICES[0].platform] * 3
+def test_a_device_is_one_of_those_that_the_rules_speak_of() -> None:
+    assert [resolve(sharding).device() for sharding in (None, {"a": HOST, "b": ROWS}, lambda *_: None)] == [DEVICES[0]] * 3
+    assert resolve(SingleDeviceSharding(DEVICES[3])).device() == DEVICES[3]
 
 
 def test_where_the_mask_goes() -> None:

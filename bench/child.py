@@ -28,7 +28,7 @@ KEPT = (0.0, 0.3, 0.6, 0.9)  # parts of the measured time after which a batch is
 
 def main() -> None:
     job, path = json.loads(sys.argv[1]), Path(sys.argv[2])
-    use_devices(job["platform"], job["devices"])
+    use_devices(job["devices"])
     {"probe": probe, "calibrate": calibration, "run": run}[job["job"]](job, lambda result: path.write_text(json.dumps(result)))
 
 
@@ -93,7 +93,7 @@ class _Run:
         base = process.resident_bytes()
         began = time.perf_counter()
         batches = self._loader.start(self._workload, self._place, self._job["workers"])
-        loop = _Loop(batches, self._step, keep_probes=self._workload.labelled)
+        loop = _Loop(batches, self._step, self._workload)
         jax.block_until_ready(loop.take())
         first = time.perf_counter() - began
         warm_up = self._warm_up(loop)
@@ -150,8 +150,9 @@ class _Run:
 class _Loop:
     """The training loop."""
 
-    def __init__(self, batches: Iterator[Any], step: Step, *, keep_probes: bool) -> None:
-        self._batches, self._step, self._keep_probes = batches, step, keep_probes
+    def __init__(self, batches: Iterator[Any], step: Step, workload: Workload) -> None:
+        self._batches, self._step = batches, step
+        self._keep_probes, self._varies, self._size = workload.labelled, workload.varies, 0
         self.pacer = Pacer()
         self.probes: list[Any] = []
         self.kept: dict[int, Any] = {}
@@ -164,7 +165,9 @@ class _Loop:
         self.pacer.add(result)
         if self._keep_probes:
             self.probes.append(result)
-        self.bytes += sum([leaf.nbytes for leaf in batch.values()])
+        if self._varies or not self._size:
+            self._size = sum(leaf.nbytes for leaf in batch.values())
+        self.bytes += self._size
         self.taken += 1
         return batch
 

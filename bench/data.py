@@ -88,7 +88,8 @@ class Workload:
     dataset: Any
     transform: Callable[[Any], Any] | None = None
     collate: Callable[[list[Any]], Batch] | None = None
-    labelled = True
+    labelled = True  # rows carry their number
+    varies = False  # the size of a batch
 
     def __init__(self, length: int, batch_size: int) -> None:
         self.batch_size = batch_size

@@ -68,6 +68,7 @@ class Text(Workload):
 
     kind = "examples"
     collate = staticmethod(pad)
+    varies = True
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(8192, sizes.text_batch * sizes.devices)

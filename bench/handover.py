@@ -79,7 +79,9 @@ def next_when_ready(sharding: NamedSharding) -> float:
 def import_cost() -> float:
     """Seconds of `import prefetchshard` over `import jax`: the median of nine processes."""
     code = "import jax, time; a = time.perf_counter(); import prefetchshard; print(time.perf_counter() - a)"
-    return statistics.median(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) for _ in range(9))
+    return statistics.median(
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) for _ in range(9)
+    )
 
 
 def main() -> None:
@@ -91,7 +93,9 @@ def main() -> None:
     by_hand(200, sharding)
     by_prefetch(200, sharding)
     pairs = [(by_hand(args.batches, sharding), by_prefetch(args.batches, sharding)) for _ in range(args.rounds)]
-    print(f"{os.cpu_count()} cores, {len(jax.devices())} {jax.devices()[0].platform} devices, jax {jax.__version__}, Python {sys.version.split()[0]}")
+    print(
+        f"{os.cpu_count()} cores, {len(jax.devices())} {jax.devices()[0].platform} devices, jax {jax.__version__}, Python {sys.version.split()[0]}"
+    )
     print(f"thread + queue.Queue(2) + device_put by hand  {1e6 * statistics.median(a for a, _ in pairs):8.1f} us a batch")
     print(f"prefetchshard                                 {1e6 * statistics.median(b for _, b in pairs):8.1f} us a batch")
     print(f"ratio (median of {args.rounds} pairs)                    {statistics.median(b / a for a, b in pairs):8.2f}")

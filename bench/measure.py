@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.process import descendants, proportional_bytes
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).absolute().parent.parent
 GLANCE_SECONDS = 0.25
 LEAVING_SECONDS = 15.0  # after the result, for the process to end
 

@@ -24,8 +24,6 @@ class Place:
         return jax.device_put(batch, self.sharding)
 
 
-def use_devices(platform: str | None, count: int | None) -> None:
+def use_devices(count: int | None) -> None:
     """Before anything else of JAX: as many virtual CPU devices as asked for; accelerators are there or not."""
-    if platform:
-        jax.config.update("jax_platforms", platform)
     jax.config.update("jax_num_cpu_devices", count or 8)

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.data import Batch, Probe, Rows, Sizes, Workload
+from bench.data import ROW_BYTES, Batch, Probe, Rows, Sizes, Workload
 from bench.examples import Examples, Text
 
 EXISTING = 8  # batches that the source of wrapped-existing goes round in
@@ -94,3 +94,21 @@ WORKLOADS: dict[str, Callable[[Sizes], Workload]] = {
     "text": Text,
 }
 GROUPS = {"wrapped": ("wrapped-existing", "wrapped-fresh")}
+
+
+def _images(sizes: Sizes) -> str:
+    rows = sizes.image_batch * sizes.devices
+    return f"{rows} uint8 images [224, 224, 3] a batch, {rows * ROW_BYTES / 2**20:.1f} MiB"
+
+
+ABOUT: dict[str, Callable[[Sizes], str]] = {
+    "images": lambda sizes: f"{_images(sizes)}, random rows of an array",
+    "images-step": lambda sizes: f"{_images(sizes)}, random rows of an array, and a step that computes",
+    "wrapped-existing": lambda sizes: f"{_images(sizes)}, from an iterator over batches that exist",
+    "wrapped-fresh": lambda sizes: f"{_images(sizes)}, from an iterator that makes each batch",
+    "small": lambda sizes: "40 leaves [64, 16] int32 a batch, from an iterator that refills them",
+    "examples": lambda sizes: f"{sizes.example_batch * sizes.devices} float32 images [32, 32, 3] a batch, each made by a Python transform",
+    "tiny": lambda sizes: "2 leaves a batch, [64, 16] float32 and [64] int32, from an iterator that refills them",
+    "text": lambda sizes: f"{sizes.text_batch * sizes.devices} texts of 8 to 512 tokens a batch, padded to a multiple of 64",
+}
+"""What each is, in words."""

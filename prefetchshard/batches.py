@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,12 +17,18 @@ P = TypeVar("P")
 
 
 class EpochEnd:
-    """Whether a batch is the last of its epoch: known at once where the length is, else when the source was asked for the next."""
+    """Whether a batch is the last of its epoch: known at once where the length is, else when the source was asked for the next.
 
-    __slots__ = ("_known", "_waiters")
+    Args:
+        known: it, where it is known.
+        home_thread: the thread whose event loop the source is pulled in, and which must not wait for it.
+    """
 
-    def __init__(self, known: bool | None = None) -> None:
+    __slots__ = ("_home_thread", "_known", "_waiters")
+
+    def __init__(self, known: bool | None = None, home_thread: int | None = None) -> None:
         self._known = known
+        self._home_thread = home_thread
         self._waiters = Parking()
 
     def settle(self, ends: bool) -> None:
@@ -35,7 +42,17 @@ class EpochEnd:
         return self._known is not None
 
     def wait(self) -> bool:
-        """Wait until it is known."""
+        """Wait until it is known.
+
+        Raises:
+            RuntimeError: this is the thread that must not wait.
+        """
+        if self._known is None and self._home_thread == threading.get_ident():
+            raise RuntimeError(
+                "whether this batch ends its epoch is not known before the source was asked for the next item, and the source is pulled in "
+                "the event loop of this thread (ps.from_this_loop), which would be blocked: look at `end_is_known` first, or ask in "
+                "another thread"
+            )
         self._waiters.wait(lambda: self._known is not None)
         return bool(self._known)
 
@@ -50,9 +67,15 @@ class Position:
         first_row: rows of the epoch before this batch.
         rows: rows of the epoch up to and including this batch.
         batches: batches of the epoch up to and including this one.
+        batch_rows: rows of the first batch of the run, where the source or `collate` makes the batches.
+        snapshot: the source's own state as it was after this batch or one before it, packed.
+        since_snapshot: items that were pulled after the snapshot, up to the end of this batch.
+        sample: a hash over some bytes of the batch, where nothing but reading again leads back here.
     """
 
-    __slots__ = ("_end", "batches", "epoch", "first_row", "rows", "run", "since_snapshot", "snapshot", "step")
+    __slots__ = (
+        "_end", "batch_rows", "batches", "epoch", "first_row", "rows", "run", "sample", "since_snapshot", "snapshot", "step"
+    )  # fmt: skip
 
     def __init__(self, *, run: int, epoch: int, step: int, first_row: int, rows: int, batches: int, end: EpochEnd) -> None:
         self.run = run
@@ -61,15 +84,18 @@ class Position:
         self.first_row = first_row
         self.rows = rows
         self.batches = batches
-        self.snapshot: bytes | None = None  # the source's own state, packed
+        self.batch_rows: int | None = None
+        self.snapshot: bytes | None = None
         self.since_snapshot = 0
+        self.sample: bytes | None = None
         self._end = end
 
     @property
     def ends_epoch(self) -> bool:
         """Whether this is the last batch of its epoch.
 
-        Over a source of unknown length this waits until the source was asked for the item after it.
+        Over a source of unknown length this waits until the source was asked for the item after it; `end_is_known` says whether it
+        has to.
         """
         return self._end.wait()
 

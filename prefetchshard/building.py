@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -14,21 +15,22 @@ from prefetchshard.batches import LeafSpec, PlacedBatch, Position
 from prefetchshard.clock import Clock
 from prefetchshard.config import HOST, PerDevice, Settings
 from prefetchshard.device_work import DeviceTransform
-from prefetchshard.errors import ConfigError, UsedUpError
-from prefetchshard.filling import Filler
+from prefetchshard.errors import ConfigError, PrefetchError, UsedUpError
+from prefetchshard.filling import Filler, is_shorter
 from prefetchshard.hooks import Hooks
 from prefetchshard.jax_context import JaxContext, x64_enabled
+from prefetchshard.leaves import own
 from prefetchshard.limits import Limits, within_bytes
 from prefetchshard.order import EpochOrder
-from prefetchshard.placement import Rules, resolve
 from prefetchshard.pinned import choose_staging
+from prefetchshard.placement import Rules, resolve
 from prefetchshard.planning import Plan, Planner, check_mask_key, leaf_spec
-from prefetchshard.reading import Cursor, Reader, Task, cpu_count
+from prefetchshard.reading import MOST_IN_FLIGHT, Cursor, Reader, Task, cpu_count
 from prefetchshard.row_reader import RowReader
 from prefetchshard.run import Run, new_queue
 from prefetchshard.sources import recognise
 from prefetchshard.sources.arrays import Arrays
-from prefetchshard.sources.asynchronous import AsyncStream
+from prefetchshard.sources.asynchronous import AsyncStream, FromThisLoop
 from prefetchshard.sources.dataset import Dataset
 from prefetchshard.sources.iterables import set_epoch
 from prefetchshard.stages import Pace, Placer
@@ -40,8 +42,6 @@ from prefetchshard.structures import path_text
 _jax: Any = jax
 
 IN_FLIGHT = {"cpu": 2}
-MOST_IN_FLIGHT = 3
-"""Transfers on their way at once: while one is waited for the next is under way already, and a third covers the wake-up between."""
 MOST_WORKERS = 16
 """More threads bring nothing or lose: they wait for each other to give the interpreter's lock back."""
 
@@ -130,8 +130,8 @@ class Blueprint:
             return
         if settings.pad is not None and isinstance(source.tree, Mapping):
             check_mask_key(settings.pad, source.tree)
-        leaves, structure = self._rules.flatten(source.tree)
-        plan = self._planner(x64, self._fit).for_arrays(leaves, structure)
+        structure = self._rules.flatten_arrays(source.tree)
+        plan = self._planner(x64, self._fit).for_arrays(source.leaves, structure)
         if settings.device_transform is None:
             self._specs[x64] = plan.spec()
 
@@ -228,7 +228,7 @@ class Blueprint:
 
         meters = Meters()
         task = Task(
-            filler=Filler(self._planner(context.x64, fit), staging, settings.narrow, clock),
+            filler=Filler(self._planner(context.x64, fit), staging, settings.narrow, self._keep(), clock),
             hooks=Hooks(settings.transform, settings.collate, settings.seed),
             out=inbox,
             meters=meters,
@@ -254,13 +254,20 @@ class Blueprint:
         self.last_run = run
         return run
 
+    def _keep(self) -> Callable[[Any], Any]:
+        """How what stays on the host is kept from being overwritten by the source."""
+        source = self._source
+        if not self._settings.reuses_buffers or (isinstance(source, Dataset) and source.shares_items):
+            return lambda value: value
+        return own if isinstance(source, (Arrays, Dataset)) else functools.partial(own, deep=True)
+
     def _reader(self, task: Task) -> Reader:
         source = self._source
         if isinstance(source, (Arrays, Dataset)):
             assert self._order is not None
-            structure = self._rules.flatten(source.tree)[1] if isinstance(source, Arrays) and self._settings.transform is None else None
+            structure = self._rules.flatten_arrays(source.tree) if isinstance(source, Arrays) and self._settings.transform is None else None
             return RowReader(task, source, self._order, structure)
-        given = self._given
+        given = self._given.iterable if isinstance(self._given, FromThisLoop) else self._given
         return StreamReader(task, source, reuses_buffers=self._settings.reuses_buffers, tell_epoch=lambda epoch: set_epoch(given, epoch))
 
     def ended(self, start: Cursor, last: Position | None) -> None:
@@ -333,8 +340,11 @@ class Blueprint:
         cursor = self.cursor
         left = cursor.run_epoch + epochs - cursor.epoch
         if self._order is not None:
+            if left <= 0:
+                return 0
             done = cursor.rows if self.batch_size is not None else cursor.batches
-            return self._order.steps(done) + (left - 1) * self._order.steps() if left > 0 else 0
+            steps = self._order.steps(done) + (left - 1) * self._order.steps()
+            return steps - sum(self._drops_last(self._order, cursor.epoch + i) for i in range(left))
         assert not isinstance(self._source, (Arrays, Dataset))
         length = self._source.length
         if length is None:
@@ -343,6 +353,20 @@ class Blueprint:
         if self.batch_size is not None and self._settings.remainder != "drop":
             each = -(-length // self.batch_size)
         return max(0, left * each - cursor.batches)
+
+    def _drops_last(self, order: EpochOrder, epoch: int) -> bool:
+        """Whether the last batch of an epoch is dropped as shorter than the first of the run: told of lists, which can be looked at."""
+        source, settings = self._source, self._settings
+        looks = self.batch_size is None and settings.remainder == "drop" and settings.transform is None
+        if not looks or not isinstance(source, Dataset) or not source.shares_items or order.length < 2:
+            return False
+        places = ((self.cursor.run_epoch, 0), (epoch, order.length - 1))
+        first, last = (order.rows(epoch, place, place + 1) for epoch, place in places)
+        batches = [source.read(row.start if isinstance(row, slice) else int(row[0])) for row in (first, last)]
+        try:
+            return is_shorter(self._planner(x64_enabled(), lambda plan: None), *batches)
+        except PrefetchError:  # the run will say it
+            return False
 
     def describe(self) -> str:
         """The source in words."""

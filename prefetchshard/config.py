@@ -21,6 +21,8 @@ class _Host(enum.Enum):
     def __repr__(self) -> str:
         return "ps.HOST"
 
+    __str__ = __repr__
+
 
 HOST: Final = _Host.HOST
 """As a sharding: this leaf (or everything below this place of the batch) stays on the host, untouched."""
@@ -79,6 +81,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     narrow: Narrow
     device_memory: int | None
     host_memory: int | None
+    snapshot_every: int | None = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch_size, PerDevice):
@@ -90,6 +93,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _at_least("seed", self.seed, 0)
         _at_least("epochs", self.epochs, 1, "; None for ever", optional=True)
         _at_least("microbatches", self.microbatches, 1, optional=True)
+        _at_least("snapshot_every", self.snapshot_every, 1, "; None: never", optional=True)
         if self.workers != "auto":
             _at_least("workers", self.workers, 1, "; 'auto' to choose")
         _booleans(shuffle=self.shuffle, reuses_buffers=self.reuses_buffers)

@@ -17,18 +17,30 @@ _jax: Any = jax
 
 @jax.tree_util.register_pytree_node_class
 class _OnHost:
-    """Stands for a leaf that stays on the host: to a jitted function it is structure, not data."""
+    """Stands for a leaf that stays on the host: to a jitted function it is structure, not data.
 
-    def __init__(self, index: int) -> None:
+    Containers may look at what they hold when they are made, so it has the shape and dtype of the leaf.
+    """
+
+    def __init__(self, index: int, value: Any) -> None:
         self.index = index
+        for name in ("shape", "ndim", "dtype"):
+            if hasattr(value, name):
+                setattr(self, name, getattr(value, name))
 
-    def tree_flatten(self) -> tuple[tuple[()], int]:
-        return (), self.index
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OnHost) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return self.index
+
+    def tree_flatten(self) -> tuple[tuple[()], _OnHost]:
+        return (), self
 
     @classmethod
-    def tree_unflatten(cls, index: int, children: tuple[()]) -> _OnHost:
+    def tree_unflatten(cls, itself: _OnHost, children: tuple[()]) -> _OnHost:
         del children
-        return cls(index)
+        return itself
 
 
 class DeviceTransform:
@@ -59,7 +71,7 @@ class DeviceTransform:
         """Dispatch it.
 
         Args:
-            batch: of jax.Arrays, with `stand_in(i)` in place of leaves that stay on the host.
+            batch: of jax.Arrays, with `stand_in(i, leaf)` in place of leaves that stay on the host.
             on_host: those leaves.
             step: the step as a uint32 array on the devices of the batch, where a key is wanted.
         """
@@ -82,7 +94,8 @@ class DeviceTransform:
                 return self._function(batch)
             return self._function(batch, key=_jax.random.fold_in(_key(self._seed), step))
 
-        outputs = [(out.shape, out.dtype) for out in _jax.tree.leaves(_jax.eval_shape(run, step, *leaves))]
+        # Traced here, and not a second time when it is called. Its leaves alone: containers may refuse what stands in for arrays.
+        outputs = [(out.shape, out.dtype) for out in _jax.jit(run).trace(step, *leaves).jaxpr.out_avals]
         donated: list[int] = []
         for i, leaf in enumerate(leaves):
             kind = (leaf.shape, leaf.dtype)
@@ -100,9 +113,9 @@ def _key(seed: int) -> Any:
     return key
 
 
-def stand_in(index: int) -> Any:
+def stand_in(index: int, value: Any) -> Any:
     """What stands for a leaf that stays on the host while a batch goes through a jitted function."""
-    return _OnHost(index)
+    return _OnHost(index, value)
 
 
 def step_value(step: int) -> Any:

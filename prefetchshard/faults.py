@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from prefetchshard.batches import Position
@@ -17,7 +18,7 @@ def _is_control_flow(error: BaseException) -> bool:
 
 
 def presentable(error: BaseException, where: str) -> BaseException:
-    """The error that the consumer gets; `where` says in whose code it was raised."""
+    """The error that the consumer gets; `where` says in which stage it was raised."""
     if not _is_control_flow(error):
         return error
     stand_in = SourceError(f"{where} raised {type(error).__name__}, which would be read as the end of the data or of a task")
@@ -32,6 +33,12 @@ def note(error: BaseException, stage: str, position: Position | None, rows: tupl
         text += f" batch {position.step} (epoch {position.epoch}, "
         first, last = rows if rows is not None else (position.first_row, position.rows)
         text += f"rows {first} to {last - 1} of the epoch)" if last > first else f"batch {position.batches - 1} of the epoch)"
-    if not any(n.startswith("prefetchshard: ") for n in getattr(error, "__notes__", ())):
-        error.add_note(text)
+    with contextlib.suppress(Exception):  # an error that lets nothing be added (a frozen dataclass) goes without
+        if not any(str(n).startswith("prefetchshard: ") for n in getattr(error, "__notes__", ())):
+            error.add_note(text)
     return error
+
+
+def of_epoch(error: BaseException, stage: str, epoch: int) -> BaseException:
+    """What the consumer gets of a fault that belongs to no batch."""
+    return note(presentable(error, stage), f"{stage} (epoch {epoch})", None)

@@ -15,14 +15,18 @@ from prefetchshard.config import Narrow, Pad
 from prefetchshard.errors import BatchError
 from prefetchshard.faults import note, presentable
 from prefetchshard.hooks import Hooks
-from prefetchshard.leaves import as_array, check_example, narrows, own_on_host, stack_on_host, store
+from prefetchshard.leaves import as_array, blank, check_example, check_key, narrows, stack_on_host, store
 from prefetchshard.parking import Parking
-from prefetchshard.planning import Kind, Plan, Planner
+from prefetchshard.planning import MASK, Kind, Plan, Planner
 from prefetchshard.sources.arrays import Rows, gather
 from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters
 from prefetchshard.structures import Structure
 from prefetchshard.transfer import is_jax_array
+
+
+LEAST_SHARED_BYTES = 1 << 20
+"""A smaller leaf of a batch that is copied in shares goes with the first of them."""
 
 
 class Assembly:
@@ -35,13 +39,12 @@ class Assembly:
         rows: examples in it; set before its last part is done.
         examples: what `collate` will get; None where examples are written as they come.
         work: what is copied in shares, and ended with the last of them.
-        wide: rows of leaves that are narrowed when the batch is finished, where examples come one at a time.
         is_last: whether the source had no item after this one; None until it was asked.
     """
 
     __slots__ = (
         "_closed", "_lock", "_parts", "before", "examples", "is_last", "memory", "passed", "plan", "position", "rows", "settled", "ticket",
-        "wide", "work",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +58,6 @@ class Assembly:
         self.memory: Memory | None = None
         self.passed: dict[int, Any] = {}
         self.examples: list[Any] | None = None
-        self.wide: dict[int, AnyArray] | None = None
         self.is_last: bool | None = None
         self.work: Work | None = None
         self._lock = threading.Lock()  # guards opening, and the count of parts
@@ -134,68 +136,36 @@ class Assembly:
 
 
 class Filler:
-    """Writes examples, rows of arrays and whole batches into the memory of their batch."""
+    """Writes examples, rows of arrays and whole batches into the memory of their batch.
 
-    def __init__(self, planner: Planner, staging: Staging, narrow: Narrow, clock: Clock) -> None:
+    Args:
+        planner: makes the plans.
+        staging: the ring.
+        narrow: what happens to 64-bit leaves while x64 is off.
+        keep: makes what stays on the host safe from what the source does next.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, planner: Planner, staging: Staging, narrow: Narrow, keep: Callable[[Any], Any], clock: Clock) -> None:
         self.clock = clock
         self.planner = planner
         self.staging = staging
-        self._narrow: Narrow = narrow
-        self._flatten = planner.rules.flatten
+        self.narrow: Narrow = narrow
+        self.keep = keep
+        self.flatten = planner.rules.flatten
 
-    # -- examples
-
-    def write_examples(self, assembly: Assembly, start: int, examples: Sequence[Any]) -> None:
-        """Write examples as rows `start`, `start + 1`, ... of the batch."""
-        late = assembly.wide is not None
-        wide: dict[int, AnyArray] = assembly.wide if assembly.wide is not None else {}
-        for i, example in enumerate(examples):
-            leaves, structure = self._flatten(example)
-            plan = assembly.plan
-            if plan is None:
-                plan = assembly.open(lambda: self.planner.for_examples(leaves, structure), self.staging)  # noqa: B023 - called at once
-            if structure is not plan.structure and structure != plan.structure:
-                raise _other_structure(plan.structure, structure, assembly.position.first_row + start + i)
-            self._write_example(assembly, plan, start + i, leaves, wide, start + i if late else i, plan.rows if late else len(examples))
-        if not late:
-            for j, values in wide.items():
-                self._narrow_rows(assembly, j, start, values)
-
-    def _write_example(
-        self, assembly: Assembly, plan: Plan, row: int, leaves: list[Any], wide: dict[int, AnyArray], wide_row: int, wide_rows: int | None
-    ) -> None:
-        staged = 0
-        views = assembly.memory.views if assembly.memory is not None else ()
-        for j, (value, leaf) in enumerate(zip(leaves, plan.leaves, strict=True)):
-            if leaf.kind is Kind.STAGED:
-                array = value if type(value) is np.ndarray else as_array(value, leaf.path)
-                if array.dtype != leaf.dtype or array.shape != leaf.shape[1:]:
-                    check_example(leaf.path, assembly.position.first_row + row, array, leaf.shape[1:], leaf.dtype)
-                if leaf.dtype is not leaf.target and narrows(leaf.dtype, leaf.target):
-                    if j not in wide:
-                        wide[j] = np.empty((wide_rows or 0, *leaf.shape[1:]), leaf.dtype)
-                    wide[j][wide_row] = array
-                else:
-                    views[staged][row] = array
-                staged += 1
-            else:
-                assembly.passed[j][row] = value if leaf.kind is Kind.KEYS else own_on_host(value)
-
-    def _narrow_rows(self, assembly: Assembly, index: int, start: int, values: AnyArray) -> None:
-        assert assembly.plan is not None and assembly.memory is not None
-        leaf = assembly.plan.leaves[index]
-        view = assembly.memory.views[assembly.plan.staged.index(index)]
-        store(view[start : start + len(values)], values, path=leaf.path, policy=self._narrow, row=start)
+    def examples(self, assembly: Assembly, start: int, count: int) -> ExampleWriter:
+        """Write up to `count` examples as rows `start`, `start + 1`, ... of the batch."""
+        return ExampleWriter(self, assembly, start, count)
 
     # -- rows of arrays
 
-    def open_arrays(self, assembly: Assembly, arrays: Sequence[AnyArray], structure: Structure) -> None:
+    def open_arrays(self, assembly: Assembly, arrays: Sequence[AnyArray], plan: Plan) -> None:
         """Take the memory for rows of these arrays."""
-        assembly.open(lambda: self.planner.for_arrays(arrays, structure), self.staging)
-        assert assembly.plan is not None
-        for j, leaf in enumerate(assembly.plan.leaves):
+        assembly.open(lambda: plan, self.staging)
+        for j, leaf in enumerate(plan.leaves):
             if leaf.kind is Kind.HOST:
-                assembly.passed[j] = np.zeros(leaf.shape, leaf.dtype)
+                assembly.passed[j] = blank(arrays[j], leaf.shape)
 
     def write_rows(self, assembly: Assembly, start: int, stop: int, arrays: Sequence[AnyArray], rows: Rows) -> None:
         """Gather rows of the arrays as rows `start` to `stop` of the batch."""
@@ -208,24 +178,23 @@ class Filler:
             assert assembly.memory is not None
             view = assembly.memory.views[staged]
             whole = stop - start == len(view)
-            gather(arrays[j], rows, view if whole else view[start:stop], path=leaf.path, policy=self._narrow, first_row=start)
+            gather(arrays[j], rows, view if whole else view[start:stop], path=leaf.path, policy=self.narrow, first_row=start)
             staged += 1
 
     # -- batches that the source or `collate` made
 
     def flatten_batch(self, batch: Any) -> tuple[list[Any], Structure]:
         """The leaves of a batch, as NumPy arrays where they go through the staging memory."""
-        leaves, structure = self._flatten(batch)
+        leaves, structure = self.flatten(batch)
         return self.planner.as_host_leaves(leaves, structure), structure
 
-    def write_batch(self, assembly: Assembly, leaves: list[Any], plan: Plan, *, shares_items: bool, first: int = 0, count: int = 1) -> None:
+    def write_batch(self, assembly: Assembly, leaves: list[Any], plan: Plan, *, first: int = 0, count: int = 1) -> None:
         """Copy a whole batch, or the share `first` of `count` of its rows.
 
         Args:
             assembly: opened with `plan`.
             leaves: as `flatten_batch` gave them.
             plan: of the batch.
-            shares_items: what stays on the host needs no copy of its own.
             first: which share, from 0.
             count: into how many shares the rows are cut.
         """
@@ -235,16 +204,16 @@ class Filler:
             if leaf.kind is Kind.STAGED:
                 self._copy_share(next(views), value, leaf.path, leaf.has_rows, first, count)
             elif first == 0:
-                assembly.passed[j] = value if shares_items or leaf.kind is Kind.DEVICE else own_on_host(value)
+                assembly.passed[j] = value if leaf.kind is Kind.DEVICE else self.keep(value)
 
     def _copy_share(self, view: AnyArray, value: AnyArray, path: str, has_rows: bool, first: int, count: int) -> None:
         if count == 1 and view.shape == value.shape:
-            store(view, value, path=path, policy=self._narrow)
-        elif has_rows:
+            store(view, value, path=path, policy=self.narrow, row=0 if has_rows else None)
+        elif has_rows and (count == 1 or value.nbytes >= LEAST_SHARED_BYTES):
             start, stop = len(value) * first // count, len(value) * (first + 1) // count
-            store(view[start:stop], value[start:stop], path=path, policy=self._narrow, row=start)
+            store(view[start:stop], value[start:stop], path=path, policy=self.narrow, row=start)
         elif first == 0:
-            store(view, value, path=path, policy=self._narrow)
+            store(view[: len(value)] if has_rows else view, value, path=path, policy=self.narrow, row=0 if has_rows else None)
 
     # -- the end of a batch
 
@@ -259,8 +228,6 @@ class Filler:
         assert plan is not None
         missing = plan.rows - rows if plan.rows is not None and rows is not None else 0
         views = assembly.memory.views if assembly.memory is not None else ()
-        for j, values in (assembly.wide or {}).items():
-            self._narrow_rows(assembly, j, 0, values[:rows])
         if plan.mask_index is not None:
             mask = views[plan.mask_index]
             mask[:rows] = True
@@ -268,9 +235,11 @@ class Filler:
         for j, value in assembly.passed.items():
             kind = plan.leaves[j].kind
             if kind is Kind.HOST and plan.leaves[j].has_rows and isinstance(value, list):
-                assembly.passed[j] = _host_rows(value, rows, missing)
+                assembly.passed[j] = stack_on_host(value[:rows], plan.leaves[j].path, plan.rows)
             elif kind is Kind.KEYS:
                 assembly.passed[j] = value[:rows]
+        if plan.masks_on_host and plan.rows is not None:
+            assembly.passed[MASK] = np.arange(plan.rows) < (plan.rows - missing)
         if missing:
             for view, i in zip(views, plan.staged, strict=False):
                 padding = plan.leaves[i].padding
@@ -279,15 +248,72 @@ class Filler:
         return missing
 
 
-def _host_rows(values: list[Any], rows: int | None, missing: int) -> AnyArray:
-    array = stack_on_host(values[:rows] if missing else values)
-    if not missing:
-        return array
-    whole = np.zeros((len(values), *array.shape[1:]), array.dtype)  # text: empty; numbers: 0
-    if array.dtype == object:
-        whole[:] = None
-    whole[:rows] = array
-    return whole
+class ExampleWriter:
+    """Writes a run of examples into the memory of their batch, each before the next one is asked for.
+
+    Thread safety: one thread at a time; several writers may write to one batch.
+    """
+
+    __slots__ = ("_assembly", "_count", "_filler", "_row", "_start", "_wide")
+
+    def __init__(self, filler: Filler, assembly: Assembly, start: int, count: int) -> None:
+        self._filler = filler
+        self._assembly = assembly
+        self._start = start
+        self._count = count
+        self._row = start
+        self._wide: dict[int, AnyArray] = {}  # leaves that are narrowed, all rows at once, at the end
+
+    def write(self, example: Any) -> None:
+        """Write the next one."""
+        filler, assembly = self._filler, self._assembly
+        leaves, structure = filler.flatten(example)
+        plan = assembly.plan
+        if plan is None:
+            plan = assembly.open(lambda: filler.planner.for_examples(leaves, structure), filler.staging)
+        if structure is not plan.structure and structure != plan.structure:
+            raise _other_structure(plan.structure, structure, assembly.position.first_row + self._row)
+        self._write(plan, leaves)
+        self._row += 1
+
+    def _write(self, plan: Plan, leaves: list[Any]) -> None:
+        assembly, row = self._assembly, self._row
+        views = iter(assembly.memory.views if assembly.memory is not None else ())
+        for j, (value, leaf) in enumerate(zip(leaves, plan.leaves, strict=True)):
+            if leaf.kind is Kind.HOST:
+                assembly.passed[j][row] = self._filler.keep(value)
+            elif leaf.kind is Kind.KEYS:
+                check_key(leaf.path, assembly.position.first_row + row, value, leaf.shape[1:], leaf.dtype)
+                assembly.passed[j][row] = value
+            else:
+                view = next(views)
+                array = value if type(value) is np.ndarray else as_array(value, leaf.path)
+                if array.dtype != leaf.dtype or array.shape != leaf.shape[1:]:
+                    check_example(leaf.path, assembly.position.first_row + row, array, leaf.shape[1:], leaf.dtype)
+                if leaf.dtype is not leaf.target and narrows(leaf.dtype, leaf.target):
+                    self._wide_rows(j, leaf.shape, leaf.dtype)[row - self._start] = array
+                else:
+                    view[row] = array
+
+    def _wide_rows(self, index: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
+        rows = self._wide.get(index)
+        if rows is None:
+            rows = self._wide[index] = np.empty((self._count, *shape[1:]), dtype)
+        return rows
+
+    def finish(self) -> None:
+        """All of them are written: narrow what is to be narrowed.
+
+        Raises:
+            NarrowingError: a value does not survive it.
+        """
+        assembly, written = self._assembly, self._row - self._start
+        if not self._wide or not written:
+            return
+        assert assembly.plan is not None and assembly.memory is not None
+        for j, rows in self._wide.items():
+            view = assembly.memory.views[assembly.plan.staged.index(j)][self._start : self._row]
+            store(view, rows[:written], path=assembly.plan.leaves[j].path, policy=self._filler.narrow, row=self._start)
 
 
 def _other_structure(want: Structure, got: Structure, row: int) -> BatchError:
@@ -295,7 +321,9 @@ def _other_structure(want: Structure, got: Structure, row: int) -> BatchError:
     more = [p for p in got.paths if p not in want.paths]
     parts = [f"lacks {lacks}" if lacks else "", f"has {more} beside" if more else ""]
     what = " and ".join(part for part in parts if part) or "is put together from other containers"
-    return BatchError(f"the example at row {row} {what}; the first example had {list(want.paths)}: every example needs the same structure")
+    return BatchError(
+        f"the example at row {row} {what}; others of its batch have {list(want.paths)}: every example needs the same structure"
+    )
 
 
 class Work:
@@ -320,16 +348,25 @@ class Work:
 class Wholes:
     """Batches that the source or `collate` made, and what is short among them.
 
+    Args:
+        filler: copies them.
+        meters: what is measured.
+        first_step: of the first batch that comes here.
+        batch_size: rows of a batch, where `collate` makes them from examples.
+        full_rows: rows of the first batch of the run, where that was handed out before this run went on.
+
     Thread safety: any worker may call any method.
     """
 
-    def __init__(self, filler: Filler, meters: Meters, *, first_step: int, batch_size: int | None, shares_items: bool) -> None:
+    def __init__(
+        self, filler: Filler, meters: Meters, *, first_step: int, batch_size: int | None, full_rows: int | None = None
+    ) -> None:
         self._filler = filler
         self._flatten = filler.planner.rules.flatten
         self._meters = meters
         self._first_step = first_step
         self._batch_size = batch_size
-        self._shares_items = shares_items
+        self._full_rows = full_rows
         self._first: Plan | None = None
         self._stopped = False
         self._known = Parking()
@@ -351,17 +388,26 @@ class Wholes:
 
     def _wait_for_first(self, assembly: Assembly) -> None:
         """By the first batch of the run it is told what is short; another worker may still be at it."""
-        if assembly.position.step != self._first_step:
+        if assembly.position.step != self._first_step and self._full_rows is None:
             self._known.wait(lambda: self._first is not None or self._stopped)
 
     def missing(self, assembly: Assembly, batch: Any) -> int:
         """How many rows fewer it has than the first batch of the run."""
         self._wait_for_first(assembly)
-        if self._first is None or self._first.rows is None:
+        full, first = self._full, self._first
+        if full is None:
             return 0
         leaves, structure = self._filler.flatten_batch(batch)
-        rows = rows_of(self._first, leaves) if structure == self._first.structure else None
-        return 0 if rows is None else max(0, self._first.rows - rows)
+        if first is None:
+            rows = rows_of(self._filler.planner.for_batch(leaves, structure), leaves)
+        else:
+            rows = rows_of(first, leaves) if structure == first.structure else None
+        return 0 if rows is None else max(0, full - rows)
+
+    @property
+    def _full(self) -> int | None:
+        """Rows of the first batch of the run, once they are known."""
+        return self._first.rows if self._full_rows is None and self._first is not None else self._full_rows
 
     def write(self, assembly: Assembly, batch: Any, *, pads: bool, examples: int | None = None) -> None:
         """Write a batch into memory of its own and finish it; see `begin`."""
@@ -387,11 +433,15 @@ class Wholes:
         if plan is not None and structure is plan.structure and plan.is_plain_for(leaves):
             rows, is_plain = plan.rows, True
         else:
-            leaves = self._filler.planner.as_host_leaves(leaves, structure)
-            plan, rows, is_plain = *self._plan(leaves, structure, pads, examples), False
-        if self._first is None:
+            arrays = self._filler.planner.as_host_leaves(leaves, structure)
+            plan, rows, is_plain = *self._plan(arrays, structure, pads, examples), False
+            kinds = [leaf.kind for leaf in plan.leaves]
+            leaves = [leaf if kind is Kind.HOST else array for leaf, array, kind in zip(leaves, arrays, kinds, strict=True)]
+        if self._first is None and self._full_rows in (None, plan.rows):
             self._first = plan
             self._known.wake()
+        if pads or self._batch_size is None:
+            assembly.position.batch_rows = self._full
         assembly.open(lambda: plan, self._filler.staging)
         if rows is not None and self._batch_size is None:
             assembly.rows = rows
@@ -402,8 +452,10 @@ class Wholes:
         like = self._first if pads and self._first is not None and self._is_short(self._first, leaves, structure) else None
         plan = planner.for_batch(leaves, structure, like)
         rows = rows_of(plan, leaves)
-        if pads and like is None and examples is not None and rows == examples and self._batch_size is not None and rows < self._batch_size:
-            plan = planner.for_batch(leaves, structure, plan, self._batch_size)
+        if pads and like is None and rows is not None:
+            full = self._batch_size if self._full_rows is None and rows == examples else self._full_rows
+            if full is not None and rows < full:
+                plan = planner.for_batch(leaves, structure, plan, full)
         return plan, rows
 
     def copy_share(self, assembly: Assembly, work: Work, first: int = 0, count: int = 1) -> None:
@@ -413,7 +465,7 @@ class Wholes:
             for view, leaf in zip(assembly.memory.views, work.leaves, strict=True):
                 np.copyto(view, leaf)
         else:
-            self._filler.write_batch(assembly, work.leaves, work.plan, shares_items=self._shares_items, first=first, count=count)
+            self._filler.write_batch(assembly, work.leaves, work.plan, first=first, count=count)
 
     def end(self, assembly: Assembly, work: Work) -> int:
         """Finish a batch all of whose shares are copied. Returns the number of padding rows."""
@@ -423,10 +475,7 @@ class Wholes:
         """Make the batch from the examples that were collected for it, and write it."""
         assert assembly.examples is not None and hooks.collate is not None
         began = self._filler.clock()
-        try:
-            batch = hooks.collate(assembly.examples[0] if gathered else assembly.examples)
-        except BaseException as error:  # noqa: BLE001 - raised again, in words that cannot be misread
-            raise presentable(error, "collate") from error.__cause__
+        batch = hooks.collate(assembly.examples[0] if gathered else assembly.examples)
         assembly.examples = None
         self._meters.add(transform=self._filler.clock() - began)
         self.write(assembly, batch, pads=pads, examples=assembly.rows)
@@ -442,13 +491,22 @@ class Wholes:
                 f"the last batch is {missing} rows shorter than the first one, and remainder='error'; drop it (remainder='drop') "
                 f"or fill it up under a mask (remainder='pad')"
             )
-        assert self._first is not None and self._first.rows is not None
-        self._meters.add(dropped=self._first.rows - missing)
+        assert self._full is not None
+        self._meters.add(dropped=self._full - missing)
         assembly.withdraw()
 
     def _is_short(self, first: Plan, leaves: list[Any], structure: Structure) -> bool:
         rows = rows_of(first, leaves) if structure == first.structure else None
         return rows is not None and first.rows is not None and rows < first.rows
+
+
+def is_shorter(planner: Planner, first: Any, last: Any) -> bool:
+    """Whether one batch of the source's own making has fewer rows than another one, which is the first."""
+    leaves, structure = planner.rules.flatten(first)
+    plan = planner.for_batch(planner.as_host_leaves(leaves, structure), structure)
+    leaves, structure = planner.rules.flatten(last)
+    rows = rows_of(plan, planner.as_host_leaves(leaves, structure)) if structure == plan.structure else None
+    return rows is not None and plan.rows is not None and rows < plan.rows
 
 
 def rows_of(plan: Plan, leaves: list[Any]) -> int | None:

@@ -388,6 +388,19 @@ def check_example(path: str, row: int, got: AnyArray, shape: tuple[int, ...], dt
         )
 
 
+def check_key(path: str, row: int, got: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    """Whether an example's PRNG keys stack with those of the others.
+
+    Raises:
+        BatchError: names leaf, row and what differs.
+    """
+    if not isinstance(got, jax.Array) or got.dtype != dtype or got.shape != shape:
+        what = f"{got.dtype}{list(got.shape)}" if isinstance(got, jax.Array) else f"an object of type {type(got).__qualname__}"
+        raise BatchError(
+            f"leaf {path or '(the example itself)'}: the example at row {row} has {what}, others of its batch have keys, {dtype}{list(shape)}"
+        )
+
+
 def pad_value(path: str, value: float | bool, dtype: np.dtype[Any]) -> AnyArray:
     """The padding of a leaf in its own dtype.
 

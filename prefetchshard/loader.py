@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -10,14 +11,15 @@ from typing import Any, Literal, NoReturn
 from prefetchshard import aio
 from prefetchshard.agreement import OneProcess
 from prefetchshard.batches import BatchSpec, LeafSpec, PlacedBatch, Position
-from prefetchshard.bounded_queue import EMPTY
+from prefetchshard.bounded_queue import EMPTY, EmptyType
 from prefetchshard.building import Blueprint
 from prefetchshard.clock import MONOTONIC
 from prefetchshard.config import Narrow, PerDevice, Remainder, Settings
-from prefetchshard.errors import BatchError, ConfigError, UsedUpError
+from prefetchshard.errors import BatchError, ConfigError, PrefetchWarning, UsedUpError
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.limits import parse_bytes
 from prefetchshard.reading import Cursor
+from prefetchshard.run import Run, close_runs, hold_daemons
 from prefetchshard.statistics import Stats
 
 __all__ = ["Loader", "LoaderIterator", "prefetch"]
@@ -42,7 +44,7 @@ class LoaderIterator:
         self._outbox = self._run.outbox
         self._clock = self._run.clock
         # An iterator that nobody holds any more tells its threads so; they hold the run, never the iterator.
-        weakref.finalize(self, self._run.cancel).atexit = False
+        weakref.finalize(self, self._run.abandon).atexit = False
         self._run.start()
 
     # -- sync
@@ -53,30 +55,34 @@ class LoaderIterator:
     def __next__(self) -> Any:
         began = self._clock()
         self._run.check_process()
-        item = self._outbox.take_nowait()
-        if item is EMPTY:
-            item = self._wait(began)
-        return self._hand_out(item, began)
-
-    def _wait(self, began: float) -> PlacedBatch:
-        self._blueprint.check_thread()
-        while True:
-            self._outbox.wait_ready()
-            item = self._outbox.take_nowait()
-            if item is not EMPTY:
-                return item
+        while (batch := self._take(began)) is EMPTY:
             if self._outbox.is_over():
                 self._stop(began)
-                self._run.close()
+                self._close_at_end()
                 self._raise_end(StopIteration)
+            self._blueprint.check_thread()
+            self._outbox.wait_ready()
+        return batch
+
+    def _take(self, began: float) -> Any | EmptyType:
+        """The next batch, or EMPTY."""
+        item: PlacedBatch | EmptyType = EMPTY
+        try:
+            item = self._outbox.take_nowait()
+            return EMPTY if item is EMPTY else self._hand_out(item, began)
+        except BaseException:  # Ctrl-C: it is the next one again
+            if item is not EMPTY:
+                self._outbox.untake(item)
+            raise
 
     def _hand_out(self, item: PlacedBatch, began: float) -> Any:
         meters = self._meters
         now = self._clock()
         if meters.first_next_at is None:
-            meters.first_next_at = began
             meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
             self._blueprint.learn_spec(item, x64=self._run.context.x64)
+            meters.first_next_at = began
+        # No call from here on, so no Ctrl-C in between: it is handed out and counted, or neither.
         meters.stall_seconds += now - began
         meters.last_next_at = now
         meters.batches += 1
@@ -89,17 +95,32 @@ class LoaderIterator:
         """The first time that nothing more comes: keep why, and move the loader on where the run ended by itself."""
         if self._over or self._run.closed:
             return
-        self._over = True
         now = self._clock()
         if self._meters.first_next_at is None:
             self._meters.first_next_at = began
         self._meters.stall_seconds += now - began
         self._meters.last_next_at = now
-        self._failure = self._outbox.failure
-        if self._failure is None:
+        if not self._has_failed():
             self._blueprint.ended(self._start, self._position)
-        else:
-            self._traceback = self._failure.__traceback__
+        self._over = True  # last: who shares the iterator goes by it
+
+    def _has_failed(self) -> bool:
+        """Keep the failure that ended the run, where one did, as it came: each time that it is raised its traceback grows."""
+        failure = self._outbox.failure
+        if failure is not None and self._failure is None:
+            self._traceback = failure.__traceback__
+            self._failure = failure
+        return failure is not None
+
+    def _close_at_end(self) -> None:
+        if self._run.closed:  # by somebody else, who waits for the threads
+            hold_daemons()
+            return
+        try:
+            self._run.close()
+        except PrefetchWarning:  # where warnings are errors; the fault of the source comes first
+            if self._failure is None:
+                raise
 
     def _raise_end(self, end: type[StopIteration | StopAsyncIteration]) -> NoReturn:
         if self._failure is not None:
@@ -115,17 +136,23 @@ class LoaderIterator:
         began = self._clock()
         self._run.check_process()
         await aio.checkpoint()
-        while True:
-            item = self._outbox.take_nowait()
-            if item is not EMPTY:
-                return self._hand_out(item, began)
+        while (batch := self._take(began)) is EMPTY:
             if self._outbox.is_over():
                 self._stop(began)
-                await aio.in_thread(self._run.close)
+                if self._run.closed:
+                    hold_daemons()
+                else:
+                    await aio.in_thread(self._close_at_end)
                 self._raise_end(StopAsyncIteration)
             await aio.wait_ready(self._outbox)
+        return batch
 
     # -- both
+
+    @property
+    def run(self) -> Run:
+        """Its threads and queues, for the loader."""
+        return self._run
 
     @property
     def position(self) -> Position | None:
@@ -138,7 +165,7 @@ class LoaderIterator:
 
     def close(self) -> None:
         """Stop the run, and wait, in bounded time, until its threads have ended. Later `next()` end at once."""
-        self._run.close()
+        close_runs([self._run])
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop; from any task, and also while that task is being cancelled."""
@@ -161,8 +188,8 @@ class LoaderIterator:
             item = self._outbox.peek_nowait()
             if item is not EMPTY:
                 return self._blueprint.learn_spec(item, x64=self._run.context.x64)
-        if self._outbox.failure is not None:
-            raise self._outbox.failure
+        if self._has_failed():
+            self._raise_end(StopIteration)
         raise BatchError("the source has no batch, so it cannot be told what one looks like")
 
     def is_under_these_settings(self) -> bool:
@@ -259,22 +286,25 @@ class Loader:
             host_memory=parse_bytes("host_memory", host_memory),
         )
         self._blueprint = Blueprint(source, sharding, settings, OneProcess(), MONOTONIC)
-        self._runs: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
+        self._lock = threading.RLock()  # guards the start of runs
+        self._runs: list[tuple[weakref.ref[LoaderIterator], Run]] = []
         self._only: LoaderIterator | None = None  # the run over a one-shot source
         self._asked: LoaderIterator | None = None  # a run that `spec` started, for the next `iter`
 
     def __iter__(self) -> LoaderIterator:
         self._blueprint.check_process()
-        if self._only is not None:
-            return self._the_only_run(self._only)
-        return self._take_over() or self._start()
+        with self._lock:
+            if self._only is not None:
+                return self._the_only_run(self._only)
+            return self._take_over() or self._start()
 
     def __aiter__(self) -> LoaderIterator:
         return iter(self)
 
     def _start(self) -> LoaderIterator:
         iterator = LoaderIterator(self._blueprint, self._blueprint.cursor)
-        self._runs.add(iterator)
+        self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
+        self._runs.append((weakref.ref(iterator), iterator.run))
         if self._blueprint.one_shot:
             self._only = iterator
         return iterator
@@ -289,7 +319,8 @@ class Loader:
 
     def live_runs(self) -> list[LoaderIterator]:
         """The runs that have neither ended nor failed nor been closed."""
-        return [iterator for iterator in self._runs if iterator.is_live]
+        iterators = [ref() for ref, _ in self._runs]
+        return [iterator for iterator in iterators if iterator is not None and iterator.is_live]
 
     def stats(self) -> Stats:
         """The statistics of the only live run; of none: of the last one.
@@ -320,11 +351,12 @@ class Loader:
         return BatchSpec(leaves, self._blueprint.ahead)
 
     def _run_to_look_at(self) -> LoaderIterator:
-        if self._only is not None:
-            return self._the_only_run(self._only)
-        iterator = self._take_over() or self._start()
-        self._asked = None if self._blueprint.one_shot else iterator
-        return iterator
+        with self._lock:
+            if self._only is not None:
+                return self._the_only_run(self._only)
+            iterator = self._take_over() or self._start()
+            self._asked = None if self._blueprint.one_shot else iterator
+            return iterator
 
     def _take_over(self) -> LoaderIterator | None:
         """The run that `spec` started, unless other JAX settings are in force now."""
@@ -346,9 +378,13 @@ class Loader:
 
     def close(self) -> None:
         """Close every live run. The loader may be iterated again, unless its source is one-shot."""
+        close_runs(self._all_runs())
+
+    def _all_runs(self) -> list[Run]:
+        """Also those whose iterator nobody holds any more, while their threads are about to end."""
+        runs = [run for _, run in self._runs]
         self._asked = None
-        for iterator in list(self._runs):
-            iterator.close()
+        return runs
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop, also while the task is being cancelled."""
@@ -358,7 +394,7 @@ class Loader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        close_runs(self._all_runs())
 
     async def __aenter__(self) -> Loader:
         return self

@@ -48,22 +48,39 @@ def page_locked(device: Any, nbytes: int) -> AnyArray:
 
 
 class _Slot:
+    """Page-locked memory, with the views of the layout that it was last used for: batches of one shape come again and again."""
+
+    __slots__ = ("_layout", "_views", "memory")
+
+    def __init__(self, memory: AnyArray) -> None:
+        self.memory = memory
+        self._layout: Layout | None = None
+        self._views: tuple[AnyArray, ...] = ()
+
+    def views(self, layout: Layout) -> tuple[AnyArray, ...]:
+        if self._layout is not layout:
+            self._layout = layout
+            self._views = views_of(self.memory, layout)
+        return self._views
+
+
+class _Lease:
     """A slot on loan. Dropped without a release (a run that was closed), it comes back by itself."""
 
-    __slots__ = ("_back", "_memory", "slab", "views")
+    __slots__ = ("_back", "_slot", "slab", "views")
 
-    def __init__(self, memory: AnyArray, layout: Layout, back: queue.SimpleQueue[AnyArray]) -> None:
-        self._memory: AnyArray | None = memory
+    def __init__(self, slot: _Slot, layout: Layout, back: queue.SimpleQueue[_Slot]) -> None:
+        self._slot: _Slot | None = slot
         self._back = back
-        self.views = views_of(memory, layout)
-        self.slab: AnyArray | None = memory[: layout.slab_bytes]
+        self.views = slot.views(layout)
+        self.slab: AnyArray | None = slot.memory[: layout.slab_bytes] if layout.slab_bytes else None
 
     def release(self) -> None:
-        memory, self._memory = self._memory, None
+        slot, self._slot = self._slot, None
         self.views = ()
         self.slab = None
-        if memory is not None:
-            self._back.put(memory)
+        if slot is not None:
+            self._back.put(slot)
 
     def __del__(self) -> None:
         self.release()
@@ -81,8 +98,8 @@ class PinnedStaging:
         self._device = device
         self._capacity = capacity
         self._lock = threading.Lock()  # guards _free and the counts; never taken by a slot's finaliser
-        self._free: list[AnyArray] = []  # least recently used first
-        self._back: queue.SimpleQueue[AnyArray] = queue.SimpleQueue()
+        self._free: list[_Slot] = []  # least recently used first
+        self._back: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._alive = 0
         self._made = 0
         self._reused = 0
@@ -91,10 +108,9 @@ class PinnedStaging:
         need = -(-layout.slot_bytes // ROUND_BYTES) * ROUND_BYTES
         with self._lock:
             self._collect()
-            fitting = [memory for memory in self._free if need <= memory.nbytes <= 2 * need]
-            memory = min(fitting, key=lambda m: m.nbytes) if fitting else None
-            if memory is not None:
-                self._free = [m for m in self._free if m is not memory]
+            slot = min((one for one in self._free if need <= one.memory.nbytes <= 2 * need), key=_size, default=None)
+            if slot is not None:
+                self._free.remove(slot)
                 self._reused += 1
             else:
                 while self._free and self._alive >= self._capacity:  # other shapes came: let the oldest go
@@ -102,9 +118,7 @@ class PinnedStaging:
                     self._alive -= 1
                 self._alive += 1
                 self._made += 1
-        if memory is None:
-            memory = page_locked(self._device, need)
-        return _Slot(memory, layout, self._back)
+        return _Lease(slot or _Slot(page_locked(self._device, need)), layout, self._back)
 
     def _collect(self) -> None:
         """Take back what was released since the last call. The caller holds the lock."""
@@ -117,7 +131,11 @@ class PinnedStaging:
     def stats(self) -> StagingStats:
         with self._lock:
             self._collect()
-            return StagingStats(self._made, self._reused, sum(memory.nbytes for memory in self._free))
+            return StagingStats(self._made, self._reused, sum(map(_size, self._free)))
+
+
+def _size(slot: _Slot) -> int:
+    return slot.memory.nbytes
 
 
 _fast: dict[Any, bool] = {}

@@ -64,6 +64,11 @@ class Rules:
             self._seen = seen = (trees, self._structure(batch, trees))
         return leaves, seen[1]
 
+    def flatten_arrays(self, batch: Any) -> Structure:
+        """How a tree of arrays is put together; each array in a part that stays on the host is a leaf too."""
+        trees = tuple([_flatten(part)[1] for part in self._places(batch)])
+        return self._structure(batch, trees, opens_host=True)
+
     def _flatten_places(self, batch: Any) -> tuple[list[Any], tuple[Any, ...]]:
         leaves: list[Any] = []
         trees: list[Any] = []
@@ -84,13 +89,13 @@ class Rules:
             difference = mismatch(self._tree, batch, _is_rule)
             raise difference or PlacementError(f"sharding is no prefix of the batch: {error}") from error
 
-    def _structure(self, batch: Any, trees: tuple[Any, ...]) -> Structure:
+    def _structure(self, batch: Any, trees: tuple[Any, ...], *, opens_host: bool = False) -> Structure:
         paths: list[str] = []
         named: list[bool] = []
         rules: list[int] = []
         for i, (part, tree) in enumerate(zip(self._places(batch), trees, strict=True)):
             keys = self._keys[i]
-            below = [path_text(keys)] if self._rules[i] is HOST else leaf_paths(part, keys)
+            below = [path_text(keys)] if self._rules[i] is HOST and not opens_host else leaf_paths(part, keys)
             paths += below
             named += [not self._is_default and tree == LEAF] * len(below)
             rules += [i] * len(below)
@@ -267,7 +272,18 @@ def _flatten(part: Any) -> tuple[list[Any], Any]:
     try:
         return _jax.tree_util.tree_flatten(part)
     except (ValueError, TypeError) as error:
-        raise PlacementError(f"JAX cannot take the batch apart: {error}") from error
+        raise PlacementError(f"JAX cannot take the batch apart: {_unsortable(part) or error}") from error
+
+
+def _unsortable(part: Any) -> str | None:
+    """What is wrong with a dict in it whose keys have no order."""
+    if isinstance(part, dict):
+        try:
+            sorted(part)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        except TypeError:
+            return f"a dict has the keys {list(part)}, and JAX sorts keys: make them of one type, or keep the dict on the host (ps.HOST)"  # pyright: ignore[reportUnknownArgumentType]
+        part = list(part.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return next(filter(None, map(_unsortable, part)), None) if isinstance(part, list | tuple) else None  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _ask(rule: Any, scope: _Scope, path: str, shape: Shape, dtype: Any) -> Placed:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from prefetchshard.agreement import Agreement
 from prefetchshard.batches import AnyArray, LeafSpec
 from prefetchshard.config import HOST, Narrow, Pad
-from prefetchshard.errors import BatchError, ConfigError, LeafTypeError, PlacementError
+from prefetchshard.errors import BatchError, ConfigError, LeafTypeError, NarrowingError, PlacementError
 from prefetchshard.leaves import as_array, canonical, narrows, pad_value, refuse_narrowing
 from prefetchshard.meshes import split_count
 from prefetchshard.packing import find_packing
@@ -30,6 +30,8 @@ from prefetchshard.transfer import is_jax_array, is_key
 
 Shape = tuple[int, ...]
 DType = np.dtype[Any]
+Refusal = LeafTypeError | NarrowingError
+REFUSALS = (LeafTypeError, NarrowingError)
 MASK = -1
 """In place of a leaf's index: the row mask."""
 
@@ -69,7 +71,7 @@ class Leaf:
         self.has_rows = False
         self.sharding: Any = HOST
         self.padding: AnyArray | None = None
-        self.refusal: LeafTypeError | None = None
+        self.refusal: Refusal | None = None
 
 
 _OBJECT = np.dtype(object)
@@ -89,6 +91,7 @@ class Plan:
         put_shapes: the shape in which it is put.
         put_shardings: where it goes.
         put_paths: its path, for errors.
+        masks_on_host: the row mask stays on the host, as all leaves do.
         packing: of the small leaves into one buffer, where that is the better way; None where each is put by itself.
         nbytes: of one batch, over all devices once.
     """
@@ -109,8 +112,10 @@ class Plan:
         self.put_shardings = [self._cut_sharding(leaves[i].sharding, leaves[i].has_rows) for i in put]
         self.put_paths = [leaves[i].path for i in put]
         self.mask_index: int | None = None
+        self.masks_on_host = False
         if self.pad is not None and rows is not None:
             self._add_mask(rows, rules)
+        if self.mask_index is not None and rows is not None:
             in_memory.append(((rows,), np.dtype(bool)))
         self.layout = Layout(in_memory)
         self.packing = find_packing(self.layout, self.put_shapes, self.put_shardings)
@@ -139,12 +144,21 @@ class Plan:
     def _add_mask(self, rows: int, rules: Rules) -> None:
         placed = [leaf for leaf in self.leaves if leaf.sharding is not HOST]
         where = rules.mask_sharding([leaf.sharding for leaf in placed], [leaf.shape for leaf in placed])
+        if where is HOST:
+            self.masks_on_host = True
+            return
         at = len(self.staged)
         self.mask_index = at
         self.put_order.insert(at, MASK)
         self.put_shapes.insert(at, self._cut((rows,), True))
         self.put_shardings.insert(at, self._cut_sharding(where, True))
         self.put_paths.insert(at, self.pad.mask_key if self.pad else "")
+
+    def cut_on_host(self, passed: dict[int, Any]) -> None:
+        """Cut the leaves that stayed on the host into the microbatches of the others, where they have a row for each."""
+        for index, value in passed.items():
+            if isinstance(value, np.ndarray) and (index == MASK or self.leaves[index].has_rows):
+                passed[index] = value.reshape(self._cut(value.shape, True))
 
     def assemble(self, placed: Sequence[Any], passed: dict[int, Any]) -> Any:
         """The batch as the consumer gets it, from the arrays in put order and the leaves that stayed on the host."""
@@ -156,7 +170,10 @@ class Plan:
             else:
                 leaves[index] = array
         for index, value in passed.items():
-            leaves[index] = value
+            if index == MASK:
+                mask = value
+            else:
+                leaves[index] = value
         batch = self.structure.unflatten(leaves)
         if self.pad is None:
             return batch
@@ -172,7 +189,10 @@ class Plan:
         for index, shape, sharding, path in zip(self.put_order, self.put_shapes, self.put_shardings, self.put_paths, strict=True):
             dtype = np.dtype(bool) if index == MASK else self.leaves[index].target
             specs.append(leaf_spec(path, shape, dtype, sharding))
-        specs += [LeafSpec(leaf.path, leaf.shape, leaf.dtype, HOST, 0) for leaf in self.leaves if leaf.kind is Kind.HOST]
+        on_host = [(leaf, self._cut(leaf.shape, leaf.has_rows and bool(leaf.shape))) for leaf in self.leaves if leaf.kind is Kind.HOST]
+        specs += [LeafSpec(leaf.path, shape, leaf.dtype, HOST, 0) for leaf, shape in on_host]
+        if self.masks_on_host and self.pad is not None and self.rows is not None:
+            specs.append(LeafSpec(self.pad.mask_key, self._cut((self.rows,), True), np.dtype(bool), HOST, 0))
         return tuple(specs)
 
 
@@ -236,8 +256,8 @@ class Planner:
             return Leaf(path, Kind.KEYS, (rows, *value.shape), value.dtype, value.dtype)
         try:
             array = as_array(value, path)
-        except LeafTypeError as refusal:
-            return _refused(path, refusal)
+        except REFUSALS as refusal:
+            return _refused(path, refusal, (rows, *getattr(value, "shape", ())), value)
         return self._staged(path, (rows, *array.shape), array.dtype)
 
     def for_arrays(self, arrays: Sequence[AnyArray], structure: Structure) -> Plan:
@@ -251,7 +271,7 @@ class Planner:
                 try:
                     as_array(array[:0], path)
                     leaf = self._staged(path, shape, array.dtype)
-                except LeafTypeError as refusal:
+                except REFUSALS as refusal:
                     leaf.refusal = refusal
             leaves.append(leaf)
         return self._get(structure, leaves, self.rows, examples=True)
@@ -276,8 +296,9 @@ class Planner:
             if host:
                 leaves.append(Leaf(path, Kind.HOST, (), _OBJECT, _OBJECT))
                 continue
-            if not is_jax_array(value) and not isinstance(value, np.ndarray):
-                leaves.append(_refused(path, _refusal(value, path)))
+            refusal = None if is_jax_array(value) else _refusal(value, path)
+            if refusal is not None:
+                leaves.append(_refused(path, refusal, getattr(value, "shape", ()), value))
                 continue
             shape: Shape = value.shape
             if like is not None and like.leaves[i].has_rows and rows is not None:
@@ -299,9 +320,10 @@ class Planner:
 
     def _staged(self, path: str, shape: Shape, dtype: DType) -> Leaf:
         target = canonical(dtype, self._x64)
+        leaf = Leaf(path, Kind.STAGED, shape, dtype, target)
         if narrows(dtype, target) and self.narrow == "error":
-            raise refuse_narrowing(path, dtype, target)
-        return Leaf(path, Kind.STAGED, shape, dtype, target)
+            leaf.refusal = refuse_narrowing(path, dtype, target)
+        return leaf
 
     def _get(self, structure: Structure, leaves: list[Leaf], rows: int | None, *, examples: bool) -> Plan:
         key = (structure, rows, tuple((leaf.kind, leaf.shape, leaf.dtype) for leaf in leaves))
@@ -387,25 +409,27 @@ def check_mask_key(pad: Pad, batch: Mapping[Any, Any]) -> None:
         )
 
 
-def _refused(path: str, refusal: LeafTypeError) -> Leaf:
+def _refused(path: str, refusal: Refusal, shape: Shape, value: Any) -> Leaf:
     """A leaf that no device can hold; a callable rule may still keep it on the host."""
-    leaf = Leaf(path, Kind.HOST, (), _OBJECT, _OBJECT)
+    dtype = getattr(value, "dtype", None)
+    dtype = dtype if isinstance(dtype, np.dtype) else _OBJECT
+    leaf = Leaf(path, Kind.HOST, shape, dtype, dtype)
     leaf.refusal = refusal
     return leaf
 
 
-def _refusal(value: Any, path: str) -> LeafTypeError:
+def _refusal(value: Any, path: str) -> Refusal | None:
     try:
         as_array(value, path)
-    except LeafTypeError as refusal:
+    except REFUSALS as refusal:
         return refusal
-    raise AssertionError("as_host_leaves converts what can be converted")
+    return None
 
 
 def _try_array(leaf: Any, path: str) -> Any:
     try:
         return as_array(leaf, path)
-    except LeafTypeError:
+    except REFUSALS:
         return leaf  # the plan refuses it, unless its rule keeps it on the host
 
 

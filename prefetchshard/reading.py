@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -20,6 +21,10 @@ from prefetchshard.planning import Plan
 from prefetchshard.statistics import Meters
 
 HostQueue: TypeAlias = BoundedQueue[HostBatch[Plan]]
+
+
+MOST_IN_FLIGHT = 3
+"""Transfers on their way at once: while one is waited for the next is under way already, and a third covers the wake-up between."""
 
 
 def cpu_count() -> int:
@@ -37,6 +42,12 @@ class Cursor(msgspec.Struct, frozen=True):
         rows: rows of that epoch that were handed out.
         batches: batches of that epoch that were handed out.
         step: batches that were handed out in all.
+        last_rows: rows of the last batch that was handed out.
+        batch_rows: rows of the first batch of the run, where the source or `collate` makes the batches.
+        snapshot: the source's own state.
+        since_snapshot: items to pull after it.
+        sample: of the last batch that was handed out.
+        resumes_by: the way of the state that this was made from.
     """
 
     run: int = 0
@@ -45,6 +56,12 @@ class Cursor(msgspec.Struct, frozen=True):
     rows: int = 0
     batches: int = 0
     step: int = 0
+    last_rows: int = 0
+    batch_rows: int | None = None
+    snapshot: bytes | None = None
+    since_snapshot: int = 0
+    sample: bytes | None = None
+    resumes_by: Literal["index", "snapshot", "replay"] = "index"
 
 
 class Reader(Protocol):
@@ -53,6 +70,16 @@ class Reader(Protocol):
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
         """What each of its threads does: a name and a function."""
+        ...
+
+    @property
+    def helpers(self) -> list[threading.Thread]:
+        """Threads of the source beside these; the reader adds to this very list."""
+        ...
+
+    @property
+    def close_failures(self) -> list[BaseException]:
+        """What closing the source raised when nothing more was wanted; the reader adds to this very list."""
         ...
 
     def interrupt(self) -> None:
@@ -121,12 +148,14 @@ class Line:
     Thread safety: one thread at a time makes positions; `give_up` from any thread, without a lock.
     """
 
-    def __init__(self, start: Cursor) -> None:
+    def __init__(self, start: Cursor, home_thread: int | None = None) -> None:
         self._start = start
+        self._home_thread = home_thread
         self._step = start.step
         self._batches = 0
         self._last: Position | None = None
         self._open: deque[Position] = deque()
+        self._given_up = False
 
     def begin_epoch(self, epoch: int) -> tuple[int, int]:
         """Rows and batches of this epoch that were handed out before the run."""
@@ -145,8 +174,9 @@ class Line:
             ends: where it is known whether the epoch ends with it.
         """
         self._batches += 1
+        end = EpochEnd(ends, self._home_thread)
         position = Position(
-            run=self._start.run, epoch=epoch, step=self._step, first_row=first_row, rows=rows, batches=self._batches, end=EpochEnd(ends)
+            run=self._start.run, epoch=epoch, step=self._step, first_row=first_row, rows=rows, batches=self._batches, end=end
         )
         self._step += 1
         before, self._last = self._last, position
@@ -154,6 +184,8 @@ class Line:
             self._open.popleft()
         if ends is None:
             self._open.append(position)
+            if self._given_up:
+                position.settle_end(False)
         return position, before
 
     @property
@@ -176,5 +208,6 @@ class Line:
 
     def give_up(self) -> None:
         """Whoever waits to hear whether an epoch has ended will not hear more."""
-        for position in tuple(self._open):
+        self._given_up = True
+        for position in list(self._open):
             position.settle_end(False)

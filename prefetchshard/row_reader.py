@@ -7,30 +7,41 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.batches import Position
+from prefetchshard.faults import of_epoch
 from prefetchshard.filling import Assembly, Wholes
+from prefetchshard.leaves import own
 from prefetchshard.order import EpochOrder
 from prefetchshard.parking import Parking
-from prefetchshard.reading import Line, Task
+from prefetchshard.planning import Plan
+from prefetchshard.reading import MOST_IN_FLIGHT, Line, Task
 from prefetchshard.sources.arrays import Arrays, Rows
 from prefetchshard.sources.dataset import Dataset
 from prefetchshard.sources.iterables import set_epoch
 from prefetchshard.structures import Structure
 
-PART_BYTES = 16 << 20
-"""Rows of arrays are handed out in runs of about this size: waking a thread and taking the interpreter's lock back costs more than
-copying a few megabytes, so small runs lose what more threads bring."""
+PART_BYTES = 64 << 20
+"""Rows of arrays are handed out in runs of about this size, mostly a whole batch: waking a thread and taking the interpreter's lock back
+costs more than copying a few megabytes, so small runs lose what more threads bring."""
+
+
+LEAST_PART_BYTES = 1 << 20
+"""Parts are not cut smaller than this, however many workers wait."""
+
+ORDER_ROWS = 4096
+"""A shuffled order is worked out for so many rows at once: the arithmetic costs little more for them than for a hundred."""
 
 
 class _Part:
     """A run of rows of one batch: positions `start` to `stop` of it."""
 
-    __slots__ = ("assembly", "rows", "start", "stop")
+    __slots__ = ("assembly", "rows", "stage", "start", "stop")
 
     def __init__(self, assembly: Assembly, start: int, stop: int, rows: Rows) -> None:
         self.assembly = assembly
         self.start = start
         self.stop = stop
         self.rows = rows
+        self.stage = "reading"
 
 
 class RowReader:
@@ -58,20 +69,24 @@ class RowReader:
         self._rows: Rows = slice(0, 0)
         self._next_row = 0
         self._count = 0
+        self._began = False
+        self._size = 1  # rows of a part of the current batch
+        self._plan: Plan | None = None
+        self._ahead: tuple[int, int, Rows] = (0, 0, slice(0, 0))
+        self._ahead_epoch = -1
         self._over = False
         self._busy = 0
         self._idle = Parking()
         self._busy_lock = threading.Lock()  # guards _busy
         self._wholes = Wholes(
-            task.filler,
-            task.meters,
-            first_step=task.start.step,
-            batch_size=task.batch_size,
-            shares_items=isinstance(source, Dataset) and source.shares_items,
+            task.filler, task.meters, first_step=task.start.step, batch_size=task.batch_size, full_rows=task.start.batch_rows
         )
         self._by_arrays = isinstance(source, Arrays) and task.hooks.transform is None
         self._tells_epoch = isinstance(source, Dataset) and callable(getattr(source.dataset, "set_epoch", None))
+        self._least_rows = 1
         self._part_rows = self._choose_part_rows()
+        self.helpers: list[threading.Thread] = []
+        self.close_failures: list[BaseException] = []
 
     def _choose_part_rows(self) -> int:
         task = self._task
@@ -81,6 +96,7 @@ class RowReader:
             return task.batch_size
         if isinstance(self._source, Arrays) and self._by_arrays:
             row_bytes = sum(leaf[:1].nbytes for leaf in self._source.leaves) or 1
+            self._least_rows = max(1, LEAST_PART_BYTES // row_bytes)
             return max(1, min(task.batch_size, PART_BYTES // row_bytes))
         return -(-task.batch_size // task.workers)
 
@@ -104,21 +120,24 @@ class RowReader:
             try:
                 self._fill(part)
             except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
-                self._fail(assembly, error, "reading", self._rows_of(part))
+                self._fail(assembly, error, part.stage, self._rows_of(part))
             self._finished_part()
             if not assembly.part_done():
                 continue
+            stage = "finishing" if assembly.examples is None else "collating"
             try:
                 self._finish(assembly)
             except BaseException as error:  # noqa: BLE001 - as above
-                self._fail(assembly, error, "finishing", None)
+                self._fail(assembly, error, stage, None)
 
     def _fail(self, assembly: Assembly, error: BaseException, stage: str, rows: tuple[int, int] | None) -> None:
         if assembly.fail(error, stage, rows):
             self._wholes.stop()
             self._line.give_up()
 
-    def _rows_of(self, part: _Part) -> tuple[int, int]:
+    def _rows_of(self, part: _Part) -> tuple[int, int] | None:
+        if self._task.batch_size is None:
+            return None
         first = part.assembly.position.first_row
         return first + part.start, first + part.stop
 
@@ -134,7 +153,7 @@ class RowReader:
                 return self._next_part()
             except BaseException as error:  # noqa: BLE001 - as above: `set_epoch` is the source's code
                 self._over = True
-                self._task.out.end(error)
+                self._task.out.end(of_epoch(error, "starting an epoch", self._epoch))
                 return None
 
     def _next_part(self) -> _Part | None:
@@ -142,7 +161,7 @@ class RowReader:
             assembly = self._assembly
             if assembly is not None and self._next_row < self._count:
                 start = self._next_row
-                stop = self._next_row = min(start + self._part_rows, self._count)
+                stop = self._next_row = min(start + self._size, self._count)
                 rows = self._rows
                 some = slice(rows.start + start, rows.start + stop) if isinstance(rows, slice) else rows[start:stop]
                 if self._tells_epoch:
@@ -165,14 +184,15 @@ class RowReader:
         start, stop = span
         count = stop - start
         position, before = self._position(start, stop)
+        self._size = self._choose_size(count)
         assembly = Assembly(
-            ticket, position, before, parts=-(-count // self._part_rows), rows=0 if self._task.batch_size is None else count
+            ticket, position, before, parts=-(-count // self._size), rows=0 if self._task.batch_size is None else count
         )
         assembly.is_last = self._order.span(stop) is None
         if self._task.hooks.collate is not None and not self._by_arrays:
             assembly.examples = [None] * count
         self._assembly = assembly
-        self._rows = self._order.rows(self._epoch, start, stop)
+        self._rows = self._rows_at(start, stop)
         self._next_row = 0
         self._count = count
         self._done_rows = stop
@@ -180,13 +200,39 @@ class RowReader:
         if self._by_arrays and self._task.hooks.collate is None:
             assert isinstance(self._source, Arrays) and self._structure is not None
             try:
-                self._task.filler.open_arrays(assembly, self._source.leaves, self._structure)
+                if self._plan is None:
+                    self._plan = self._task.filler.planner.for_arrays(self._source.leaves, self._structure)
+                self._task.filler.open_arrays(assembly, self._source.leaves, self._plan)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(assembly, error, "planning", None)
                 self._over = True
                 self._assembly = None
                 return False
         return True
+
+    def _choose_size(self, count: int) -> int:
+        """Rows of a part: small ones where all workers are wanted for one batch."""
+        task = self._task
+        if not self._by_arrays or task.hooks.collate is not None:
+            return self._part_rows
+        at_once = max(1, task.out.capacity - MOST_IN_FLIGHT)
+        together = task.workers if not self._began else -(-task.workers // at_once)  # the first batch is to come early
+        self._began = True
+        least = min(self._part_rows, self._least_rows)
+        return max(least, min(self._part_rows, -(-count // together)))
+
+    def _rows_at(self, start: int, stop: int) -> Rows:
+        """The rows of the source at these positions; those of several small batches are worked out in one go."""
+        if not self._order.shuffle:
+            return slice(start, stop)
+        first, last, rows = self._ahead
+        if self._epoch != self._ahead_epoch or not first <= start <= stop <= last:
+            last = min(max(stop, start + ORDER_ROWS), self._order.length)
+            rows = self._order.rows(self._epoch, start, last)
+            first = start
+            self._ahead, self._ahead_epoch = (first, last, rows), self._epoch
+        assert not isinstance(rows, slice)
+        return rows[start - first : stop - first]
 
     def _position(self, start: int, stop: int) -> tuple[Position, Position | None]:
         ends: bool | None = self._order.span(stop) is None
@@ -234,30 +280,48 @@ class RowReader:
                 task.filler.write_rows(assembly, part.start, part.stop, self._source.leaves, part.rows)
             task.meters.add(copy=task.clock() - began)
             return
-        examples = self._read(part)
-        if task.batch_size is None:
-            self._fill_whole(assembly, examples[0])
-        elif assembly.examples is not None:
-            assembly.examples[part.start : part.stop] = examples
-        else:
-            began = task.clock()
-            task.filler.write_examples(assembly, part.start, examples)
-            task.meters.add(copy=task.clock() - began)
+        self._fill_examples(part)
 
-    def _read(self, part: _Part) -> list[Any]:
-        task = self._task
+    def _fill_examples(self, part: _Part) -> None:
+        """Read examples, each of them used before the next is asked for: the dataset may make them all in one buffer."""
+        task, assembly, source = self._task, part.assembly, self._source
         rows = list(range(part.rows.start, part.rows.stop)) if isinstance(part.rows, slice) else part.rows.tolist()
+        writer = task.filler.examples(assembly, part.start, len(rows))
         began = task.clock()
+        many = source.read_many(rows) if isinstance(source, Dataset) and source.reads_many else None
+        seconds = {"source": task.clock() - began, "transform": 0.0, "copy": 0.0}
+        for i, row in enumerate(rows):
+            part.stage = "reading"
+            began = task.clock()
+            item = source.read(row) if many is None else many[i]
+            read = task.clock()
+            part.stage = "transforming"
+            item = self._transformed(item, assembly, row)
+            part.stage = "batching"
+            done = task.clock()
+            if task.batch_size is None:
+                self._fill_whole(assembly, item)
+            elif assembly.examples is not None:
+                assembly.examples[part.start + i] = item
+            else:
+                writer.write(item)
+            seconds["source"] += read - began
+            seconds["transform"] += done - read
+            seconds["copy"] += task.clock() - done
+        began = task.clock()
+        writer.finish()
+        seconds["copy"] += task.clock() - began
+        if task.batch_size is None:
+            seconds["copy"] = 0.0  # measured where it is written
+        task.meters.add(**seconds)
+
+    def _transformed(self, item: Any, assembly: Assembly, row: int) -> Any:
+        hooks = self._task.hooks
+        if hooks.transform is None and hooks.collate is None:
+            return item
         if isinstance(self._source, Dataset):
-            items = self._source.read(rows)
-        else:
-            items = self._source.examples(rows)
-        read = task.clock()
-        if task.hooks.transform is not None:
-            epoch = part.assembly.position.epoch
-            items = [task.hooks.transformed(item, epoch, row) for item, row in zip(items, rows, strict=True)]
-        task.meters.add(source=read - began, transform=task.clock() - read)
-        return items
+            item = own(item)  # what these do to it must not reach the dataset
+        return item if hooks.transform is None else hooks.transformed(item, assembly.position.epoch, row)
 
     def _fill_whole(self, assembly: Assembly, batch: Any) -> None:
         missing = self._wholes.missing(assembly, batch) if assembly.is_last and not self._task.pads else 0

@@ -15,12 +15,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prefetchshard.bounded_queue import BoundedQueue
 from prefetchshard.clock import Clock
-from prefetchshard.errors import StuckThreadWarning, UsedUpError
+from prefetchshard.errors import PrefetchWarning, StuckThreadWarning, UsedUpError
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.reading import Reader
 from prefetchshard.stages import HostQueue, Pace, Placer, ReadyQueue, transfer
@@ -36,6 +36,7 @@ TRANSFER_SECONDS = 60.0
 """How long it waits for the transfer thread, which never runs the source's code: only for a transfer or a compilation."""
 
 _live: set[Run] = set()
+_exiting = False
 
 
 class Run:
@@ -81,38 +82,71 @@ class Run:
         self._staging = staging
         self._workers = workers
         self._pid = os.getpid()
-        self._closing = threading.Lock()  # one closer at a time; the others wait for it
-        self._left = 0
+        self._waited = False  # a closer has waited for the threads; the next one need not
+        self._helpers = reader.helpers
+        self._close_failures = reader.close_failures
+        self._closers: list[threading.Thread] = []
+        self._left: set[threading.Thread] = set()
         self._left_lock = threading.Lock()  # guards _left
         self._source_threads = [self._thread(name, body, context) for name, body in reader.bodies]
-        self._transfer_thread = self._thread("transfer", lambda: transfer(inbox, placer, outbox, meters, pace), context)
+        self.transfer_thread = self._thread("transfer", lambda: transfer(inbox, placer, outbox, meters, pace), context)
 
     def _thread(self, name: str, body: Callable[[], None], context: JaxContext) -> threading.Thread:
         variables = contextvars.copy_context()
+        variables.run(_leave_event_loop)
 
         def run() -> None:
             try:
                 with context.in_force():
                     body()
+            except BaseException as error:  # noqa: BLE001 - users' faults were caught before: this is ours, and still no reason to hang
+                self.outbox.end(error)
             finally:
-                self._thread_ended()
+                self._thread_ended(threading.current_thread())
 
-        self._left += 1
-        return threading.Thread(target=lambda: variables.run(run), name=THREAD_PREFIX + name, daemon=True)
+        thread = threading.Thread(target=lambda: variables.run(run), name=THREAD_PREFIX + name, daemon=True)
+        self._left.add(thread)
+        return thread
 
     def start(self) -> None:
-        """Begin to read."""
-        _live.add(self)
-        for thread in (*self._source_threads, self._transfer_thread):
-            thread.start()
+        """Begin to read.
 
-    def _thread_ended(self) -> None:
+        Raises:
+            UsedUpError: the interpreter goes down.
+        """
+        hold_daemons()
+        if _exiting:
+            raise UsedUpError("the interpreter goes down: no run of a loader can start any more")
+        _live.add(self)
+        threads = (*self._source_threads, self.transfer_thread)
+        try:
+            for thread in threads:
+                thread.start()
+        except BaseException:  # there can be no more threads, or Ctrl-C
+            self.cancel()
+            for thread in threads:
+                if thread.ident is None:
+                    self._thread_ended(thread)
+            raise
+
+    def _thread_ended(self, thread: threading.Thread) -> None:
         with self._left_lock:
-            self._left -= 1
-            ended = self._left == 0
+            self._left.discard(thread)
+            ended = not self._left
         if ended:
             _live.discard(self)
             self._reader = None  # lets go of the source, also where nobody closes the run
+            if self.outbox.cancelled:
+                self._clear()
+
+    def _clear(self) -> None:
+        self.outbox.clear()
+        self._inbox.clear()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of its threads have ended."""
+        return not self._left
 
     def check_process(self) -> None:
         """Whether this is the process that the threads are in.
@@ -131,77 +165,121 @@ class Run:
         self.outbox.cancel()
         self._inbox.cancel()
         reader = self._reader
-        if reader is not None:
+        if reader is not None and self._pid == os.getpid():
             reader.interrupt()
+
+    def abandon(self) -> None:
+        """`cancel` for a finaliser: nobody is left who could take a batch."""
+        self.cancel()
+        if not self._left:  # else the last thread does it
+            self._clear()
 
     def close(self) -> None:
         """Stop, and wait until the threads have ended, in bounded time. Further calls do nothing."""
+        close_runs([self])
+
+    # -- the steps of closing, for `close_runs`
+
+    def tell(self) -> bool:
+        """Tell the threads to end. Whether the caller should wait for them: not twice, and not from one of them."""
         self.closed = True
         self.cancel()
-        if self._pid != os.getpid():
-            return
-        with self._closing:
-            self._join()
-            self.outbox.clear()
-            self._inbox.clear()
+        return not self._waited and self._pid == os.getpid() and threading.current_thread() not in (*self.in_source, self.transfer_thread)
 
-    def _join(self) -> None:
-        me = threading.current_thread()
-        deadline = time.monotonic() + GRACE_SECONDS
-        _join_until([t for t in (*self._source_threads, self._transfer_thread) if t is not me], deadline)
-        stuck = [t for t in self._source_threads if t.is_alive() and t is not me]
+    @property
+    def in_source(self) -> list[threading.Thread]:
+        """The threads that run the source's own code."""
+        return [*self._source_threads, *self._helpers, *self._closers]
+
+    def close_source(self) -> None:
+        """Close the source from outside where a thread is still inside it."""
         reader = self._reader
-        if stuck and reader is not None:
-            deadline = time.monotonic() + GIVE_UP_SECONDS - GRACE_SECONDS
-            closer = threading.Thread(target=_quietly, args=(reader.close_from_outside,), name=THREAD_PREFIX + "closer", daemon=True)
+        if reader is None or not any(thread.is_alive() for thread in self.in_source):
+            return
+        closer = threading.Thread(target=reader.close_from_outside, name=THREAD_PREFIX + "closer", daemon=True)
+        try:
             closer.start()
-            _join_until([*stuck, closer], deadline)
-        if self._transfer_thread is not me:
-            _join_until([self._transfer_thread], time.monotonic() + TRANSFER_SECONDS)
-        for thread in self._source_threads:
-            if thread.is_alive() and thread is not me:
-                _warn_of(thread)
-        self._source_threads = []
+        except RuntimeError:  # the interpreter goes down, and starts no more threads
+            return
+        self._closers.append(closer)
+
+    def finish(self) -> list[Warning]:
+        """Drop what is left. What there is to say of threads that were given up on, and of how the source closed."""
+        self._waited = True
+        self._clear()
+        left = [thread for thread in (*self.in_source, self.transfer_thread) if thread.is_alive()]
+        failures, self._close_failures = self._close_failures, []
+        found: list[Warning] = [PrefetchWarning(f"closing the source raised {type(f).__name__}: {f}") for f in failures]
+        return [StuckThreadWarning("\n".join(map(_words, left))), *found] if left else found
 
     def stats(self) -> Stats:
         """What the run has done so far."""
         return self.meters.stats(workers=self._workers, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats())
 
 
-def _join_until(threads: list[threading.Thread], deadline: float) -> None:
+def close_runs(runs: Sequence[Run], *, quietly: bool = False) -> None:
+    """Stop runs side by side, and wait until their threads have ended, in bounded time whatever their sources do.
+
+    All are told first; a source that does not come out by itself is closed from outside; what stays is named and given up on.
+    """
+    waiting = [run for run in runs if run.tell()]
+    began = time.monotonic()
+    _join((thread for run in waiting for thread in (*run.in_source, run.transfer_thread)), began + GRACE_SECONDS)
+    for run in waiting:
+        run.close_source()
+    _join((thread for run in waiting for thread in run.in_source), began + GIVE_UP_SECONDS)
+    _join((run.transfer_thread for run in waiting), time.monotonic() + TRANSFER_SECONDS)
+    found = [warning for run in waiting for warning in run.finish()]
+    for warning in () if quietly else found:
+        warnings.warn(warning, stacklevel=3)
+
+
+def _leave_event_loop() -> None:
+    """A context that was copied in an event loop says in another thread that one runs there (sniffio)."""
+    sniffio = sys.modules.get("sniffio")
+    if sniffio is not None:
+        sniffio.current_async_library_cvar.set(None)
+
+
+def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _quietly(function: Callable[[], None]) -> None:
-    try:
-        function()
-    except BaseException as error:  # noqa: BLE001 - the source's close; the run is over and has nobody to tell but the reader of warnings
-        warnings.warn(f"closing the source raised {type(error).__name__}: {error}", StuckThreadWarning, stacklevel=2)
-
-
-def _warn_of(thread: threading.Thread) -> None:
+def _words(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
-    warnings.warn(
+    return (
         f"thread {thread.name} is still inside the source's own code and was given up on; it ends when that code returns. "
-        f"Give the source a close() that makes it return. Its stack:\n{stack}",
-        StuckThreadWarning,
-        stacklevel=5,
+        f"Give the source a close() that makes it return. Its stack:\n{stack}"
     )
 
 
+def hold_daemons() -> None:
+    """Once the interpreter goes down, what daemon threads are left come no further than this.
+
+    Their runs were closed for them; they must neither take that for the end of the data, nor start another run.
+    """
+    while _exiting and threading.current_thread() is not threading.main_thread():
+        time.sleep(TRANSFER_SECONDS)
+
+
 def _close_all() -> None:
-    """At exit: tell all runs first, so that they end side by side."""
-    runs: list[Any] = list(_live)
-    for run in runs:
-        run.cancel()
-    for run in runs:
-        run.close()
+    """At exit. Threads that wait in a source may be left, what they would say is of no use any more; those that call JAX may not."""
+    global _exiting
+    _exiting = True
+    runs = list(_live)
+    try:
+        close_runs(runs, quietly=True)
+    finally:  # Ctrl-C
+        _join((run.transfer_thread for run in runs), time.monotonic() + TRANSFER_SECONDS)
 
 
 # Registered after JAX's own clean-up, so run before it: the transfer threads have left JAX when it goes down.
 atexit.register(_close_all)
+# The threads of these runs are in the parent.
+os.register_at_fork(after_in_child=_live.clear)
 
 
 def new_queue(capacity: int, clock: Clock, *, held_until_release: bool = False) -> BoundedQueue[Any]:

@@ -72,6 +72,8 @@ class Placer:
         host.position.step = self._step
         self._step += 1
         leaves, shardings, paths = _to_put(host)
+        if host.plan.microbatches is not None:
+            host.plan.cut_on_host(host.passed)
         wants_key = self._device_transform is not None and self._device_transform.wants_key and bool(shardings)
         if wants_key:
             leaves.append(step_value(host.position.step))
@@ -100,7 +102,7 @@ class Placer:
         arrays = flight.arrays if host.plan.packing is None else _unpacked(host.plan.packing, flight.arrays)
         if self._device_transform is None:
             return host.plan.assemble(arrays, host.passed)
-        stand_ins = {index: stand_in(index) for index in host.passed}
+        stand_ins = {index: stand_in(index, value) for index, value in host.passed.items()}
         return self._device_transform(host.plan.assemble(arrays, stand_ins), host.passed, flight.step)
 
     def _count_rows(self, host: HostBatch[Plan]) -> None:
@@ -177,35 +179,40 @@ def transfer(inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meter
                 host = inbox.take_nowait()
                 if host is not EMPTY:
                     flying.append(_dispatch(placer, host))
-            elif not _deliver(placer, flying.popleft(), inbox, outbox, meters):
+            elif not _deliver(placer, flying, inbox, outbox, meters):
                 break
         failure = inbox.failure
     except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
-        failure = presentable(error, "placing a batch")
+        failure = error
     try:
         while flying and not outbox.cancelled:  # placed before the fault
-            if not _deliver(placer, flying.popleft(), inbox, outbox, meters):
+            if not _deliver(placer, flying, inbox, outbox, meters):
                 break
     except BaseException as error:  # noqa: BLE001 - as above; it comes first
-        failure = presentable(error, "placing a batch")
+        failure = error
     inbox.cancel()
     outbox.end(failure)
+    del failure  # its traceback holds this frame
 
 
 def _dispatch(placer: Placer, host: HostBatch[Plan]) -> Flight:
     try:
         return placer.dispatch(host)
-    except BaseException as error:
-        note(error, "placing", host.position)
-        raise
+    except BaseException as error:  # noqa: BLE001 - raised again
+        raise _noted(error, host)  # noqa: B904 - it is that error, or has it as its cause
 
 
-def _deliver(placer: Placer, flight: Flight, inbox: HostQueue, outbox: ReadyQueue, meters: Meters) -> bool:
+def _noted(error: BaseException, host: HostBatch[Plan]) -> BaseException:
+    return note(presentable(error, "placing"), "placing", host.position)
+
+
+def _deliver(placer: Placer, flying: deque[Flight], inbox: HostQueue, outbox: ReadyQueue, meters: Meters) -> bool:
+    flight = flying.popleft()
     try:
         placed = placer.land(flight)
-    except BaseException as error:
-        note(error, "placing", flight.host.position)
-        raise
+    except BaseException as error:  # noqa: BLE001 - raised again
+        flying.clear()  # none of them may come without this one
+        raise _noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause
     inbox.release()
     meters.transfer_seconds += placed.ready_at - placed.dispatched_at
     return outbox.put(placed)

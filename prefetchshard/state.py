@@ -77,6 +77,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         rows: global rows of this epoch that were handed out.
         batches: batches of this epoch that were handed out.
         step: batches handed out over all epochs and runs.
+        last_rows: rows of the last batch handed out.
+        batch_rows: rows of the first batch of the run, by which a shorter one is told, where the source or `collate` makes the batches.
         resumes_by: "index": rows are found by number; "snapshot": the source goes back by itself; "replay": by reading again.
         snapshot: the source's own state, from `pack_snapshot`.
         since_snapshot: examples (without `batch_size`: batches) to pull after the snapshot, before the next batch.
@@ -96,6 +98,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rows: int = 0
     batches: int = 0
     step: int = 0
+    last_rows: int = 0
+    batch_rows: int | None = None
     resumes_by: Literal["index", "snapshot", "replay"] = "index"
     snapshot: bytes | None = None
     since_snapshot: int = 0
@@ -104,10 +108,11 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _check_version(self.version)
-        for name in ("run", "run_epoch", "epoch", "rows", "batches", "step", "since_snapshot"):
+        for name in ("run", "run_epoch", "epoch", "rows", "batches", "step", "last_rows", "since_snapshot"):
             value: object = getattr(self, name)
             _want(name, value, _is_count(value), "a count from 0 to 2**63 - 1")
-        snapshot, sample = self.snapshot, self.sample
+        snapshot, sample, batch_rows = self.snapshot, self.sample, self.batch_rows
+        _want("batch_rows", batch_rows, batch_rows is None or _is_count(batch_rows), "None or a count")
         _want("resumes_by", self.resumes_by, self.resumes_by in ("index", "snapshot", "replay"), "'index', 'snapshot' or 'replay'")
         _want("snapshot", snapshot, snapshot is None or type(snapshot) is bytes, "None or bytes from pack_snapshot")
         _want("sample", sample, sample is None or (type(sample) is bytes and len(sample) <= 64), "None or at most 64 bytes")
@@ -194,7 +199,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def rebatch(self, batch_size: int) -> Self:
         """Returns the state to go on from with another batch size, at the very next row.
 
-        `rows`, `batches` and `step` still count what was handed out; `sample`, of a batch of the old size, is dropped.
+        `rows`, `batches` and `step` still count what was handed out; what speaks of batches of the old size (`sample`, `batch_rows`)
+        is dropped.
 
         Raises:
             StateError: the place is known only in batches, or only by the source; or `batch_size` is none.
@@ -205,7 +211,14 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise StateError("rebatch: the place is in the source's own state, which was taken between batches of the old size")
         _want("batch_size", batch_size, _is_count(batch_size) and batch_size > 0, "at least 1")
         fingerprint = msgspec.structs.replace(self.fingerprint, batch_size=batch_size)
-        return msgspec.structs.replace(self, fingerprint=fingerprint, sample=None)
+        return msgspec.structs.replace(self, fingerprint=fingerprint, sample=None, batch_rows=None)
+
+    def unchecked(self) -> Self:
+        """Returns the state without its `sample`: a replay then takes any source for the one that was read before.
+
+        For sources that differ from time to time and are meant to, such as one with augmentation that is not seeded.
+        """
+        return msgspec.structs.replace(self, sample=None)
 
     def check(self, have: Fingerprint) -> None:
         """Compares with a loader.

@@ -20,6 +20,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         bytes: of the batches handed out, each counted once however many devices hold it.
         dropped_rows: rows of a remainder that was dropped.
         padded_rows: padding rows added.
+        replayed: examples (without `batch_size`: batches) that were read again to get to where a state was saved.
         wall_seconds: from the first `next()` to the last one.
         stall_seconds: time that the consumer waited inside `next()`. Near 0: the loader keeps up. Near `wall_seconds`: input bound.
         busy_seconds: time that the consumer spent between one `next()` and the following one.
@@ -39,6 +40,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     dropped_rows: int
     padded_rows: int
+    replayed: int = 0
     wall_seconds: float
     stall_seconds: float
     busy_seconds: float
@@ -96,6 +98,7 @@ class Meters:
         self.copy_seconds = 0.0
         self.dropped_rows = 0
         self.padded_rows = 0
+        self.replayed = 0
         self.transfer_seconds = 0.0
         self.first_batch_seconds = 0.0
         self.batches = 0
@@ -105,7 +108,9 @@ class Meters:
         self.first_next_at: float | None = None
         self.last_next_at = 0.0
 
-    def add(self, *, source: float = 0.0, transform: float = 0.0, copy: float = 0.0, dropped: int = 0, padded: int = 0) -> None:
+    def add(
+        self, *, source: float = 0.0, transform: float = 0.0, copy: float = 0.0, dropped: int = 0, padded: int = 0, replayed: int = 0
+    ) -> None:
         """Add seconds and rows, from any thread."""
         with self._lock:
             self.source_seconds += source
@@ -113,6 +118,7 @@ class Meters:
             self.copy_seconds += copy
             self.dropped_rows += dropped
             self.padded_rows += padded
+            self.replayed += replayed
 
     def stats(self, *, workers: int, host: QueueStats, ready: QueueStats, staging: StagingStats) -> Stats:
         """What was measured so far."""
@@ -123,6 +129,7 @@ class Meters:
             bytes=self.bytes,
             dropped_rows=self.dropped_rows,
             padded_rows=self.padded_rows,
+            replayed=self.replayed,
             wall_seconds=wall,
             stall_seconds=self.stall_seconds,
             busy_seconds=max(0.0, wall - self.stall_seconds),

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-
 from prefetchshard.errors import BatchError
-from prefetchshard.faults import note, presentable
-from prefetchshard.filling import Assembly, Wholes
-from prefetchshard.leaves import own_leaf
+from prefetchshard.faults import of_epoch
+from prefetchshard.filling import Assembly, Wholes, Work
+from prefetchshard.leaves import own
 from prefetchshard.parking import Parking
 from prefetchshard.reading import Line, Task, cpu_count
+from prefetchshard.retracing import Trail
+from prefetchshard.sources.asynchronous import AsyncStream, OwnLoop
 from prefetchshard.sources.iterables import END, EndType, Items, Stream
 
 _Job = Callable[[], None]
 
+
+COPY_BYTES_PER_SECOND = 4e9
+"""Of one thread, a low guess: 5 to 10 GB/s were measured."""
 
 SHARE_BYTES = 4 << 20
 """A large batch is copied in shares of at least this size: waking a thread costs as much as copying some hundred kilobytes."""
@@ -33,21 +37,30 @@ class StreamReader:
         source: that is pulled.
         reuses_buffers: the source may overwrite an item as soon as it is asked for the next one.
         tell_epoch: called before each epoch.
+        snapshot_every: batches from one look at the source's own state to the next; None: it is never asked.
     """
 
-    def __init__(self, task: Task, source: Stream, *, reuses_buffers: bool, tell_epoch: Callable[[int], None]) -> None:
+    def __init__(
+        self, task: Task, source: Stream, *, reuses_buffers: bool, tell_epoch: Callable[[int], None], snapshot_every: int | None = 1
+    ) -> None:
         self._task = task
         self._source = source
         self._reuses_buffers = reuses_buffers
         self._tell_epoch = tell_epoch
-        self._line = Line(task.start)
+        home = source.home if isinstance(source, AsyncStream) else None
+        self._trail = Trail(task, snapshot_every)
+        self._line = Line(self._trail.start, None if home is None else home.thread)
         self._items: Items | None = None
         self._closing = threading.Lock()  # guards _items' being closed once
+        self.helpers: list[threading.Thread] = []
+        self._loop = OwnLoop(self.helpers)
+        self.close_failures: list[BaseException] = []
         self._inside = False
         self._wholes = Wholes(
-            task.filler, task.meters, first_step=task.start.step, batch_size=task.batch_size, shares_items=not reuses_buffers
+            task.filler, task.meters, first_step=self._trail.start.step, batch_size=task.batch_size, full_rows=task.start.batch_rows
         )
         self._copied = Parking()
+        self._pull_seconds = 0.0  # of the last item
         self._copiers = min(task.workers, cpu_count()) - 1  # beside the source's own thread; copying is all that they do
         self._by_workers = task.hooks.transform is not None or task.hooks.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
@@ -69,7 +82,10 @@ class StreamReader:
     def close_from_outside(self) -> None:
         items = self._items
         if items is not None and self._inside and items.closable_from_outside:
-            self._close(items)
+            try:
+                self._close(items)
+            except BaseException as error:  # noqa: BLE001 - whoever closes the run says it
+                self.close_failures.append(error)
 
     def _dismiss_workers(self) -> None:
         for _ in range(self._task.workers):
@@ -91,8 +107,8 @@ class StreamReader:
             except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
                 self._fail(assembly, error, "copying" if assembly.work is not None else "transforming", rows)
             if assembly.part_done():
+                self._copied.wake()  # first: the source may be waiting to go on
                 self._finish(assembly)
-                self._copied.wake()
 
         assembly.add_part()
         return job
@@ -107,6 +123,7 @@ class StreamReader:
         if assembly.settled:  # failed, or dropped
             assembly.drop_memory()
             return
+        stage = "finishing" if assembly.examples is None else "collating"
         try:
             if task.out.cancelled:
                 assembly.withdraw()
@@ -118,39 +135,48 @@ class StreamReader:
                 self._wholes.collate(assembly, task.hooks, pads=task.pads, gathered=False)
             elif task.batch_size is not None:
                 task.meters.add(padded=task.filler.finish(assembly, assembly.rows))
-            assembly.send()
+            self._send(assembly)
         except BaseException as error:  # noqa: BLE001 - as above
-            self._fail(assembly, error, "finishing", None)
+            self._fail(assembly, error, stage, None)
 
     # -- the source's thread
 
     def _read(self) -> None:
         out = self._task.out
         failure: BaseException | None = None
+        epoch = self._task.start.epoch
         try:
             for epoch in self._task.epoch_numbers():
                 if not self._read_epoch(epoch):
                     break
         except BaseException as error:  # noqa: BLE001 - as above
-            failure = note(presentable(error, "the source"), "reading the source", None)
-        finally:
-            try:
-                if self._items is not None:
-                    self._close(self._items)
-            except BaseException as error:  # noqa: BLE001 - as above
-                failure = failure or note(presentable(error, "closing the source"), "closing the source", None)
-            if failure is not None:
-                self._line.give_up()
-            out.end(failure)
-            self._dismiss_workers()
+            failure = of_epoch(error, "reading the source", epoch)
+        try:
+            if self._items is not None:
+                self._close(self._items)
+        except BaseException as error:  # noqa: BLE001 - as above
+            if out.cancelled:
+                self.close_failures.append(error)
+            elif failure is None:
+                failure = of_epoch(error, "closing the source", epoch)
+        if failure is not None:
+            self._line.give_up()
+        out.end(failure)
+        self._dismiss_workers()
+        del failure  # its traceback holds this frame
+        self._loop.close()
 
     def _read_epoch(self, epoch: int) -> bool:
         """Read one epoch. False: nothing more is wanted."""
+        if self._task.out.cancelled:
+            return False
         self._tell_epoch(epoch)
         rows, batches = self._line.begin_epoch(epoch)
-        self._items = items = self._source.open(epoch)
+        self._items = items = self._source.open(epoch, self._loop, self._trail.snapshot_of(epoch))
         if self._task.out.cancelled:  # it came between: nobody else will tell the new items
             items.interrupt()
+            return False
+        if not self._skip(items, epoch):
             return False
         wanted = self._read_examples(items, epoch, rows) if self._task.batch_size is not None else self._read_batches(items, epoch)
         if not wanted:
@@ -167,7 +193,23 @@ class StreamReader:
             return items.pull()
         finally:
             self._inside = False
-            self._task.meters.add(source=self._task.clock() - began)
+            self._pull_seconds = self._task.clock() - began
+            self._task.meters.add(source=self._pull_seconds)
+
+    def _skip(self, items: Items, epoch: int) -> bool:
+        """Leave out what of this epoch was handed out before the run."""
+        self._inside = True
+        try:
+            return self._trail.skip(epoch, items.pull)
+        finally:
+            self._inside = False
+
+    def _send(self, assembly: Assembly) -> None:
+        if self._trail.passes(assembly):
+            assembly.send()
+        else:
+            assembly.withdraw()
+            assembly.drop_memory()
 
     def _close(self, items: Items) -> None:
         with self._closing:
@@ -178,10 +220,7 @@ class StreamReader:
 
     def _keep(self, item: Any) -> Any:
         """The item, safe from what the source does next."""
-        if not self._reuses_buffers:
-            return item
-        leaves, tree = jax.tree.flatten(item)
-        return jax.tree.unflatten(tree, [own_leaf(leaf) for leaf in leaves])
+        return own(item, deep=True) if self._reuses_buffers else item
 
     # -- examples
 
@@ -193,6 +232,9 @@ class StreamReader:
             assembly = Assembly(ticket, position, before)
             try:
                 count = self._fill(assembly, items, size)
+                if not self._task.out.cancelled:
+                    self._trail.check_count(position, count)
+                    self._trail.mark(position, count, items.pair if count == size else None)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(assembly, error, "reading", None)
                 return False
@@ -209,15 +251,17 @@ class StreamReader:
         """Read up to `size` examples into a batch; how many there were."""
         if self._by_workers:
             return self._fill_by_workers(assembly, items, size)
-        filler = self._task.filler
-        assembly.wide = {}
+        writer = self._task.filler.examples(assembly, 0, size)
         for row in range(size):
             item = self._pull(items)
             if item is END or self._task.out.cancelled:
+                if self._task.pads:
+                    writer.finish()
                 return row
             if row == 0:
                 self._goes_on(assembly)
-            filler.write_examples(assembly, row, (item,))
+            writer.write(item)
+        writer.finish()
         return size
 
     def _fill_by_workers(self, assembly: Assembly, items: Items, size: int) -> int:
@@ -252,16 +296,27 @@ class StreamReader:
 
     def _do_chunk(self, assembly: Assembly, start: int, chunk: list[Any]) -> None:
         task = self._task
+        writer = task.filler.examples(assembly, start, len(chunk))
+        transform = copy = 0.0
+        for i, item in enumerate(chunk):  # each is written before the next: a transform may make them all in one buffer
+            began = task.clock()
+            item = self._transformed(item, assembly, assembly.position.first_row + start + i)
+            done = task.clock()
+            if assembly.examples is not None:
+                assembly.examples[start + i] = item
+            else:
+                writer.write(item)
+            transform += done - began
+            copy += task.clock() - done
         began = task.clock()
-        if task.hooks.transform is not None:
-            epoch, first = assembly.position.epoch, assembly.position.first_row + start
-            chunk = [task.hooks.transformed(item, epoch, first + i) for i, item in enumerate(chunk)]
-        done = task.clock()
-        if assembly.examples is not None:
-            assembly.examples[start : start + len(chunk)] = chunk
-        else:
-            task.filler.write_examples(assembly, start, chunk)
-        task.meters.add(transform=done - began, copy=task.clock() - done)
+        writer.finish()
+        task.meters.add(transform=transform, copy=copy + task.clock() - began)
+
+    def _transformed(self, item: Any, assembly: Assembly, row: int) -> Any:
+        hooks = self._task.hooks
+        if not self._reuses_buffers:
+            item = own(item)  # what these do to it must not reach the source
+        return item if hooks.transform is None else hooks.transformed(item, assembly.position.epoch, row)
 
     def _complete(self, assembly: Assembly, count: int) -> None:
         """All examples of a batch were read."""
@@ -313,10 +368,13 @@ class StreamReader:
                 if held is not None:
                     held = self._resolve(held, ended=item is END)
                 if item is END or self._task.out.cancelled:
+                    if not self._task.out.cancelled:
+                        self._trail.check_count(position, 0)
                     self._line.take_back(before)
                     self._line.end_epoch()
                     ticket.withdraw()
                     return item is END and not self._task.out.cancelled
+                self._trail.mark(position, 1, items.pair)
                 held, last = self._take(assembly, item), assembly
             except BaseException as error:  # noqa: BLE001 - as above
                 if held is not None:
@@ -346,21 +404,32 @@ class StreamReader:
         task, wholes = self._task, self._wholes
         began = task.clock()
         work = wholes.begin(assembly, item, pads=task.pads)
-        shares = min(self._copiers + 1, work.plan.nbytes // SHARE_BYTES) if work.rows else 1
-        if shares > 1:
+        shares = self._choose_shares(work)
+        if shares > 1 or (shares and not self._reuses_buffers):
             assembly.work = work
             jobs = [self._part(assembly, partial(wholes.copy_share, assembly, work, i, shares)) for i in range(shares)]
             assembly.close_parts()
-            for job in jobs[1:]:
+            for job in jobs[1:] if self._reuses_buffers else jobs:
                 self._jobs.put(job)
-            jobs[0]()
             if self._reuses_buffers:
+                jobs[0]()
                 self._wait_until_read(assembly)
             task.meters.add(copy=task.clock() - began)
             return
         wholes.copy_share(assembly, work)
         task.meters.add(copy=task.clock() - began, padded=wholes.end(assembly, work))
-        assembly.send()
+        self._send(assembly)
+
+    def _choose_shares(self, work: Work) -> int:
+        """Into how many shares a batch is cut; 0 where it is copied here, at once.
+
+        Where the source goes on meanwhile, just as many copy as keep up with it: each that wakes takes the interpreter's lock from it.
+        """
+        most = min(self._copiers + self._reuses_buffers, work.plan.nbytes // SHARE_BYTES) if work.rows else 0
+        if self._reuses_buffers or most < 1:
+            return most
+        copying = work.plan.nbytes / COPY_BYTES_PER_SECOND
+        return max(1, min(most, math.ceil(1.5 * copying / max(self._pull_seconds, 1e-6))))
 
     def _wait_until_read(self, assembly: Assembly) -> None:
         """Wait for the other shares; the source must not be touched before, also where nothing more is wanted."""
@@ -383,15 +452,14 @@ class StreamReader:
                 self._wholes.refuse_or_drop(assembly, item, missing, self._task.remainder)
             else:
                 self._wholes.write(assembly, item, pads=False)
-                assembly.send()
+                self._send(assembly)
         except BaseException as error:  # noqa: BLE001 - as above
             self._fail(assembly, error, "reading", None)
 
     def _do_batch(self, assembly: Assembly, item: Any) -> None:
         task = self._task
         began = task.clock()
-        if task.hooks.transform is not None:
-            item = task.hooks.transformed(item, assembly.position.epoch, assembly.position.batches - 1)
+        item = self._transformed(item, assembly, assembly.position.batches - 1)
         task.meters.add(transform=task.clock() - began)
         missing = 0 if task.pads else self._wholes.missing(assembly, item)
         if missing and self._wholes.is_last(assembly):

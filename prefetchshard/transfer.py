@@ -53,7 +53,7 @@ def put(
                     placed.append(_put_other(leaf, sharding, shape, paths[len(placed)] if paths else "?"))
     except Exception as error:
         if paths and len(placed) < len(paths):
-            error.add_note(f"prefetchshard: while placing leaf {paths[len(placed)] or '(the batch itself)'}")
+            error.add_note(f"leaf {paths[len(placed)] or '(the batch itself)'}")
         raise
     return placed
 

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ def aligned(shape: int | tuple[int, ...], dtype: Any = np.float32, offset: int =
     raw = np.empty(size + 128, np.uint8)
     start = (-raw.ctypes.data) % 64 + offset
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def wait_until(ready: Callable[[], object], seconds: float = 10.0) -> None:
+    """Waits until `ready()` is true: for a state that nobody tells of, such as a thread that waits."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, f"still not so after {seconds} seconds:\n{stacks(threading.enumerate())}"
+        time.sleep(0.001)
 
 
 def loader_threads() -> list[threading.Thread]:

@@ -16,7 +16,7 @@ from bench.data import Workload
 from bench.place import Place
 
 
-class NotApplicable(Exception):  # noqa: N818 - no error: the loader is not made for this work
+class NotApplicable(Exception):
     """Why a loader is not run on a workload."""
 
 

@@ -71,7 +71,9 @@ class _Examples:
 
     def __getitem__(self, row: int) -> Any:
         example = self._dataset[row]
-        return example if self._transform is None else self._transform(example)
+        if self._transform is not None:
+            example = self._transform(example)
+        return {name: leaf if leaf.flags.c_contiguous else leaf.copy() for name, leaf in example.items()}  # torch knows no negative strides
 
 
 class _Collate:

@@ -72,9 +72,9 @@ def _stream_of_epoch(made: Any, batched: bool) -> Stream:
         raise ConfigError(f"the factory returned something callable ({type(made).__qualname__}), not a source")
     found = recognise(made, batched=batched)
     if isinstance(found, Arrays):
-        return IterableStream(found.examples([row])[0] for row in range(found.length))
+        return IterableStream(found.read(row) for row in range(found.length))
     if isinstance(found, Dataset):
-        return IterableStream(found.read([row])[0] for row in range(found.length))
+        return IterableStream(found.read(row) for row in range(found.length))
     return found
 
 

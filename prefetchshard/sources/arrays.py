@@ -11,7 +11,7 @@ import numpy as np
 from prefetchshard.batches import AnyArray
 from prefetchshard.config import Narrow
 from prefetchshard.errors import ConfigError
-from prefetchshard.leaves import as_array, canonical, is_numeric, store
+from prefetchshard.leaves import own, store
 
 Rows = slice | AnyArray
 
@@ -39,13 +39,13 @@ class Arrays:
         """A tree like the source's over other leaves."""
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def examples(self, rows: list[int]) -> list[Any]:
-        """Examples of their own: what a transform does to them never reaches the source."""
-        return [self.unflatten([np.array(leaf[row]) if leaf.ndim > 1 else leaf[row] for leaf in self.leaves]) for row in rows]
+    def read(self, row: int) -> Any:
+        """An example of its own: what a transform does to it never reaches the source."""
+        return self.unflatten([own(leaf[row]) for leaf in self.leaves])
 
     def gathered(self, rows: Rows) -> Any:
         """The rows as a new batch."""
-        return self.unflatten([np.array(leaf[rows]) for leaf in self.leaves])
+        return self.unflatten([own(leaf[rows]) if isinstance(rows, slice) or leaf.dtype.hasobject else leaf[rows] for leaf in self.leaves])
 
 
 def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: Narrow, first_row: int) -> None:
@@ -119,8 +119,7 @@ def _checked(tree: Any, leaves: list[AnyArray], paths: list[str]) -> Arrays:
     for path, leaf in zip(paths, leaves, strict=True):
         if leaf.ndim == 0:
             raise ConfigError(f"array {path or '(the source)'} has no axis of rows: its shape is ()")
-        plain = leaf.view(np.ndarray) if not isinstance(leaf, np.ma.MaskedArray) else leaf
-        arrays.append(as_array(plain, path) if is_numeric(plain.dtype) and plain is not leaf else plain)
+        arrays.append(leaf if isinstance(leaf, (np.ma.MaskedArray, np.recarray)) else leaf.view(np.ndarray))
     lengths = {path or "(the source)": leaf.shape[0] for path, leaf in zip(paths, arrays, strict=True)}
     if len(set(lengths.values())) != 1:
         raise ConfigError(
@@ -128,7 +127,3 @@ def _checked(tree: Any, leaves: list[AnyArray], paths: list[str]) -> Arrays:
             f"(a tuple or mapping is read as columns; pass a list for separate items)"
         )
     return Arrays(tree, arrays, arrays[0].shape[0])
-
-
-def slot_dtype(leaf: AnyArray, x64: bool) -> np.dtype[Any]:
-    return canonical(leaf.dtype, x64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import threading
 from collections.abc import Callable
@@ -11,10 +12,16 @@ import anyio
 import anyio.lowlevel
 
 from prefetchshard.errors import ConfigError, SourceError
+from prefetchshard.jax_context import JaxContext
 from prefetchshard.parking import Parking
 from prefetchshard.sources.iterables import END, EndType, Items
+from prefetchshard.sources.stateful import refuse_snapshot
 
 LOOP_THREAD = "prefetchshard-loop"
+CLOSE_SECONDS = 1.0
+"""How long the clean-up of an async source may take."""
+HOME_SECONDS = 0.2
+"""How long closing waits for it in the caller's own loop, which may be the one that waits."""
 
 
 class HomeLoop:
@@ -38,15 +45,60 @@ class HomeLoop:
         return True
 
     def start(self, task: Callable[[], Any], keep: Callable[[Any], object]) -> bool:
-        """Run an async function as a task of the loop."""
+        """Run an async function as a task of the loop, with the context variables of this thread."""
+        variables = contextvars.copy_context()
 
         def start() -> None:
             if self._is_asyncio:
-                keep(self._token.create_task(task()))
+                keep(self._token.create_task(task(), context=variables))
             else:
-                sys.modules["trio"].lowlevel.spawn_system_task(task)
+                sys.modules["trio"].lowlevel.spawn_system_task(task, context=variables)
 
         return self.call_soon(start)
+
+
+class OwnLoop:
+    """An event loop in a thread of its own, for async sources that are bound to none: one for all epochs of a run.
+
+    Args:
+        threads: the loop's thread is added to these.
+
+    Thread safety: all methods are called by the source's thread.
+    """
+
+    def __init__(self, threads: list[threading.Thread]) -> None:
+        self._threads = threads
+        self._thread: threading.Thread | None = None
+        self._home: HomeLoop | None = None
+        self._stopping: anyio.Event | None = None
+        self._running = Parking()
+
+    def home(self) -> HomeLoop:
+        """The loop, started where it was not yet."""
+        if self._thread is None:
+            variables, context = contextvars.copy_context(), JaxContext()
+            self._thread = threading.Thread(target=lambda: variables.run(self._run, context), name=LOOP_THREAD, daemon=True)
+            self._threads.append(self._thread)
+            self._thread.start()
+            self._running.wait(lambda: self._home is not None)
+        assert self._home is not None
+        return self._home
+
+    def _run(self, context: JaxContext) -> None:
+        with context.in_force():
+            anyio.run(self._main, backend="asyncio")
+
+    async def _main(self) -> None:
+        self._stopping = anyio.Event()
+        self._home = HomeLoop()
+        self._running.wake()
+        await self._stopping.wait()
+
+    def close(self) -> None:
+        """End the loop, and whatever tasks the source left in it."""
+        if self._thread is not None and self._home is not None and self._stopping is not None:
+            self._home.call_soon(self._stopping.set)
+            self._thread.join()
 
 
 class _Pump:
@@ -58,6 +110,7 @@ class _Pump:
 
     def __init__(self, iterable: Any) -> None:
         self._iterable = iterable
+        self._iterator: Any = None
         self._wanted: anyio.Event | None = None
         self._scope: anyio.CancelScope | None = None
         self._requests = 0
@@ -77,31 +130,45 @@ class _Pump:
             with anyio.CancelScope() as self._scope:
                 if not self._stopped:
                     await self._serve()
+        except Exception as error:  # noqa: BLE001 - of the source's clean-up; in a loop that is not ours it may not end more than this task
+            self._reply(None, error)
         finally:
             self._over = True
             self._answered.wake()
 
     async def _serve(self) -> None:
-        iterator = aiter(self._iterable)
         try:
             while await self._next_request():
-                try:
-                    self._reply(await anext(iterator), None)
-                except StopAsyncIteration:
-                    self._reply(END, None)
-                except BaseException as error:
-                    if isinstance(error, anyio.get_cancelled_exc_class()):
-                        if self._stopped:
-                            raise
-                        # A cancellation that we did not ask for is the source's own failure, or the loop going down.
-                        self._reply(None, SourceError("the async source was cancelled"))
-                        raise
-                    self._reply(None, error)
+                item, error = await self._pull()
+                if item is END and error is None:
+                    break
+                self._reply(item, error)
         finally:
-            close = getattr(iterator, "aclose", None)
-            if close is not None:
-                with anyio.move_on_after(1, shield=True):
-                    await close()
+            await self._close_iterator()
+        if not self._stopped:
+            self._reply(END, None)
+
+    async def _pull(self) -> tuple[Any, BaseException | None]:
+        try:
+            if self._iterator is None:
+                self._iterator = aiter(self._iterable)
+            return await anext(self._iterator), None
+        except StopAsyncIteration:
+            return END, None
+        except BaseException as error:
+            if isinstance(error, (anyio.get_cancelled_exc_class(), GeneratorExit)):
+                # Not asked for by us, it is the source's own failure, or the loop going down.
+                if not self._stopped:
+                    self._reply(None, SourceError("the async source was cancelled"))
+                raise
+            return None, error
+
+    async def _close_iterator(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        close = getattr(iterator, "aclose", None)
+        if callable(close) and not isinstance(sys.exception(), GeneratorExit):
+            with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+                await close()
 
     async def _next_request(self) -> bool:
         while not self._requests and not self._stopped:
@@ -140,6 +207,9 @@ class _Pump:
             raise error
         return item
 
+    def wait_over(self, timeout_seconds: float | None) -> None:
+        self._answered.wait(lambda: self._over, timeout_seconds)
+
     def wake(self) -> None:
         self._answered.wake()
 
@@ -149,55 +219,39 @@ class AsyncItems:
 
     Args:
         iterable: has `__aiter__`.
-        home: the loop it is bound to; None: a loop of its own, in a thread of its own, on asyncio.
+        home: the loop it is pulled in.
+        patience_seconds: how long `close` waits for the source's clean-up; None: until it is done.
     """
 
     closable_from_outside = False
+    pair = None
 
-    def __init__(self, iterable: Any, home: HomeLoop | None) -> None:
+    def __init__(self, iterable: Any, home: HomeLoop, patience_seconds: float | None) -> None:
         self._pump = _Pump(iterable)
         self._home = home
-        self._thread: threading.Thread | None = None
+        self._patience_seconds = patience_seconds
         self._cancelled = False
         self._started = False
-
-    def _start(self) -> HomeLoop:
-        self._started = True
-        if self._home is None:
-            ready = Parking()
-            found: list[HomeLoop] = []
-            self._thread = threading.Thread(target=self._own_loop, args=(found, ready), name=LOOP_THREAD, daemon=True)
-            self._thread.start()
-            ready.wait(lambda: bool(found))
-            self._home = found[0]
-        elif not self._home.start(self._pump.run, self._pump.keep):
-            raise SourceError("the event loop of ps.from_this_loop is closed")
-        return self._home
-
-    def _own_loop(self, found: list[HomeLoop], ready: Parking) -> None:
-        async def main() -> None:
-            found.append(HomeLoop())
-            ready.wake()
-            await self._pump.run()
-
-        anyio.run(main, backend="asyncio")
 
     def pull(self) -> Any | EndType:
         if self._cancelled:
             return END
-        home = self._home if self._started and self._home is not None else self._start()
-        return self._pump.answer(home.call_soon, lambda: self._cancelled)
+        if not self._started:
+            self._started = True
+            if not self._home.start(self._pump.run, self._pump.keep):
+                raise SourceError("the event loop of the async source is closed")
+        return self._pump.answer(self._home.call_soon, lambda: self._cancelled)
 
     def interrupt(self) -> None:
         self._cancelled = True
-        if self._started and self._home is not None:
+        if self._started:
             self._home.call_soon(self._pump.stop)
         self._pump.wake()
 
     def close(self) -> None:
         self.interrupt()
-        if self._thread is not None:
-            self._thread.join(1.5)
+        if self._started:
+            self._pump.wait_over(self._patience_seconds)
 
 
 class AsyncStream:
@@ -211,9 +265,13 @@ class AsyncStream:
         self.home = home
         self._iterable = iterable
 
-    def open(self, epoch: int) -> Items:
+    def open(self, epoch: int, loop: OwnLoop, snapshot: bytes | None = None) -> Items:
         del epoch
-        return AsyncItems(self._iterable, self.home)
+        if snapshot is not None:
+            raise refuse_snapshot(self._iterable)
+        if self.home is None:
+            return AsyncItems(self._iterable, loop.home(), None)
+        return AsyncItems(self._iterable, self.home, HOME_SECONDS)
 
 
 class FromThisLoop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from prefetchshard.errors import SourceError
@@ -12,6 +13,8 @@ class Dataset:
 
     Attributes:
         length: `len(dataset)` where the loader was made.
+        reads_many: the dataset has `__getitems__`.
+        shares_items: its items stay what they are; other datasets may make them in a buffer that they use again.
     """
 
     kind = "dataset"
@@ -21,17 +24,20 @@ class Dataset:
         self.length = len(dataset)
         many = getattr(dataset, "__getitems__", None)
         self._many = many if callable(many) else None
-        self.shares_items = isinstance(dataset, (list, tuple))  # its items stay what they are; others may be made in a reused buffer
+        self.reads_many = self._many is not None
+        self.shares_items = isinstance(dataset, (list, tuple, deque))
 
-    def read(self, rows: list[int]) -> list[Any]:
-        """The examples at these rows, in this order.
+    def read(self, row: int) -> Any:
+        """The example at this row."""
+        return self.dataset[row]
+
+    def read_many(self, rows: list[int]) -> list[Any]:
+        """The examples at these rows, in this order; asked at once of `__getitems__`.
 
         Raises:
-            SourceError: `__getitems__` returned another number of examples.
+            SourceError: it returned another number of examples.
         """
-        if self._many is None:
-            get = self.dataset.__getitem__
-            return [get(row) for row in rows]
+        assert self._many is not None
         examples = list(self._many(rows))
         if len(examples) != len(rows):
             raise SourceError(f"{type(self.dataset).__qualname__}.__getitems__ was asked for {len(rows)} rows and returned {len(examples)}")

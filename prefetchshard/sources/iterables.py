@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from prefetchshard.errors import SourceError
+from prefetchshard.sources.stateful import StatePair, find_pair, refuse_snapshot
 
 
 class _End(enum.Enum):
@@ -39,6 +41,11 @@ class Items(Protocol):
         """Whether `close` may be called while another thread is inside `pull`."""
         ...
 
+    @property
+    def pair(self) -> StatePair | None:
+        """How the source tells and takes its own state; None where it cannot."""
+        ...
+
 
 class Stream(Protocol):
     """A source that is pulled.
@@ -55,15 +62,29 @@ class Stream(Protocol):
     @property
     def length(self) -> int | None: ...
 
-    def open(self, epoch: int) -> Items:
-        """The items of an epoch. Called by the source's thread."""
+    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
+        """The items of an epoch. Called by the source's thread.
+
+        Args:
+            epoch: its number.
+            loop: the run's `OwnLoop`, for async sources.
+            snapshot: the source's own state, to go on from there in that epoch.
+
+        Raises:
+            StateError: the source takes no state.
+        """
         ...
 
 
 class IteratorItems:
-    """The items of an iterator."""
+    """The items of an iterator.
 
-    def __init__(self, iterator: Any, *, ours: bool) -> None:
+    Attributes:
+        pair: how it, or what it was made from, tells its own state; None where it cannot.
+    """
+
+    def __init__(self, iterator: Any, *, ours: bool, pair: StatePair | None = None) -> None:
+        self.pair = pair
         self._iterator = iterator
         self._next = iterator.__next__
         self._ours = ours  # opened by us, or given to us to be used up: ours to close
@@ -101,9 +122,19 @@ class IterableStream:
     def length(self) -> int | None:
         return length_of(self._iterable)
 
-    def open(self, epoch: int) -> Items:
-        del epoch
-        return IteratorItems(self._iterable if self.one_shot else iter(self._iterable), ours=True)
+    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
+        del epoch, loop
+        pair = find_pair(self._iterable)
+        if pair is not None and snapshot is not None:
+            pair.restore(snapshot)  # before the iterator is made: that is when such sources look at it
+        iterator = self._iterable if self.one_shot else iter(self._iterable)
+        if pair is None:
+            pair = find_pair(iterator)
+            if snapshot is not None:
+                if pair is None:
+                    raise refuse_snapshot(iterator)
+                pair.restore(snapshot)
+        return IteratorItems(iterator, ours=True, pair=pair)
 
 
 class FactoryStream:
@@ -118,12 +149,12 @@ class FactoryStream:
         self._resolve = resolve
         self._takes_epoch = takes_parameter(factory, "epoch")
 
-    def open(self, epoch: int) -> Items:
+    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
         made = self._factory(epoch=epoch) if self._takes_epoch else self._factory()
         if made is None:
             raise SourceError(f"the factory {name_of(self._factory)} returned None for epoch {epoch}; it must return a source")
         set_epoch(made, epoch)
-        return self._resolve(made).open(epoch)
+        return self._resolve(made).open(epoch, loop, snapshot)
 
 
 def length_of(source: Any) -> int | None:
@@ -142,11 +173,17 @@ def set_epoch(source: Any, epoch: int) -> None:
 
 
 def takes_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether the function has a parameter of that name; False where its signature cannot be read."""
+    """Whether the function has a parameter of that name that is still to be given; False where its signature cannot be read."""
+    if isinstance(function, functools.partial) and name in function.keywords:
+        return False
     try:
-        return name in inspect.signature(function).parameters
+        asked = inspect.signature(function).parameters.get(name)
+        taken = inspect.signature(function, follow_wrapped=False).parameters  # a wrapper may pass on less than it is said to take
     except (TypeError, ValueError):
         return False
+    if asked is None or asked.kind not in (asked.POSITIONAL_OR_KEYWORD, asked.KEYWORD_ONLY):
+        return False
+    return name in taken or any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
 
 
 def name_of(function: Any) -> str:

@@ -1,0 +1,62 @@
+"""Sources that can say where they stand and be put there again: grain iterators, torchdata, datasets of Hugging Face, and their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prefetchshard.errors import StateError
+from prefetchshard.state import pack_snapshot, unpack_snapshot
+
+_PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+class StatePair:
+    """The two methods by which a source tells and takes its state. Called by the thread that reads the source, between two items.
+
+    Args:
+        get: returns the state, which the source may go on changing.
+        put: takes such a state.
+        owner: whose methods they are.
+    """
+
+    __slots__ = ("_get", "_owner", "_put")
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], owner: str) -> None:
+        self._get = get
+        self._put = put
+        self._owner = owner
+
+    def snapshot(self) -> bytes:
+        """The state as it is now, packed.
+
+        Raises:
+            StateError: something in it cannot be kept; the text says where it sits.
+        """
+        try:
+            return pack_snapshot(self._get())
+        except StateError as error:
+            raise StateError(
+                f"{error} (from {self._owner}). With snapshot_every=None the loader does without the source's state, and goes on by reading again"
+            ) from None
+
+    def restore(self, snapshot: bytes) -> None:
+        """Put the source where it was when the snapshot was taken."""
+        self._put(unpack_snapshot(snapshot))
+
+
+def find_pair(source: Any) -> StatePair | None:
+    """The two methods, where the source has both of a pair."""
+    for get_name, put_name in _PAIRS:
+        get, put = getattr(source, get_name, None), getattr(source, put_name, None)
+        if callable(get) and callable(put):
+            return StatePair(get, put, f"{type(source).__qualname__}.{get_name}")
+    return None
+
+
+def refuse_snapshot(source: Any) -> StateError:
+    """The error where a state holds a source's own state, and this source takes none."""
+    return StateError(
+        f"the state holds the source's own state, and a source of type {type(source).__qualname__} takes none: it has neither set_state nor "
+        f"load_state_dict"
+    )

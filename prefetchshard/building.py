@@ -26,6 +26,7 @@ from prefetchshard.pinned import choose_staging
 from prefetchshard.placement import Rules, resolve
 from prefetchshard.planning import Plan, Planner, check_mask_key, leaf_spec
 from prefetchshard.reading import MOST_IN_FLIGHT, Cursor, Reader, Task, cpu_count
+from prefetchshard.resuming import check_one_shot, check_rows, cursor_of, fingerprint_of, next_run
 from prefetchshard.row_reader import RowReader
 from prefetchshard.run import Run, new_queue
 from prefetchshard.sources import recognise
@@ -75,7 +76,8 @@ class Blueprint:
         self._device = self._rules.device()
         self._limits = self._choose_limits()
         self._ring: Staging | None = None
-        self.cursor = Cursor()
+        self.fingerprint = fingerprint_of(settings, self._source, self.batch_size)
+        self.cursor = Cursor(resumes_by="replay" if self._order is None else "index")
         self.last_run: Run | None = None
         self._check_arrays()
 
@@ -268,14 +270,34 @@ class Blueprint:
             structure = self._rules.flatten_arrays(source.tree) if isinstance(source, Arrays) and self._settings.transform is None else None
             return RowReader(task, source, self._order, structure)
         given = self._given.iterable if isinstance(self._given, FromThisLoop) else self._given
-        return StreamReader(task, source, reuses_buffers=self._settings.reuses_buffers, tell_epoch=lambda epoch: set_epoch(given, epoch))
+        return StreamReader(
+            task,
+            source,
+            reuses_buffers=self._settings.reuses_buffers,
+            tell_epoch=lambda epoch: set_epoch(given, epoch),
+            snapshot_every=self._settings.snapshot_every,
+        )
 
-    def ended(self, start: Cursor, last: Position | None) -> None:
-        """A run ended by itself: the loader stands at the beginning of the next one."""
-        if self._settings.epochs is None or start.run < self.cursor.run:
-            return
-        epoch = start.run_epoch + self._settings.epochs
-        self.cursor = Cursor(start.run + 1, epoch, epoch, 0, 0, start.step if last is None else last.step + 1)
+    def go_on_from(self, state: object) -> None:
+        """Let the next run begin where a state was saved.
+
+        Raises:
+            ConfigError: it is no state.
+            StateError: it does not fit this loader.
+        """
+        cursor = cursor_of(state, self.fingerprint)
+        if self._order is not None:
+            check_rows(cursor, self._order, self._settings, self.batch_size)
+        elif self.one_shot:
+            check_one_shot(cursor, self._given)
+        self.cursor = cursor
+
+    def ended(self, start: Cursor, last: Position | None) -> Cursor:
+        """A run ended by itself: the loader stands at the beginning of the next one, which is returned."""
+        following = next_run(start, last, self._settings.epochs)
+        if start.run >= self.cursor.run:
+            self.cursor = following
+        return following
 
     # -- looking
 
@@ -352,7 +374,12 @@ class Blueprint:
         each = length if self.batch_size is None else length // self.batch_size
         if self.batch_size is not None and self._settings.remainder != "drop":
             each = -(-length // self.batch_size)
-        return max(0, left * each - cursor.batches)
+        done = cursor.batches
+        if self.batch_size is not None and left > 0:  # it may have had another batch size up to here
+            done = each - max(0, length - cursor.rows) // self.batch_size
+            if self._settings.remainder != "drop":
+                done = each - -(-max(0, length - cursor.rows) // self.batch_size)
+        return max(0, left * each - done)
 
     def _drops_last(self, order: EpochOrder, epoch: int) -> bool:
         """Whether the last batch of an epoch is dropped as shorter than the first of the run: told of lists, which can be looked at."""

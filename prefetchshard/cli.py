@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from prefetchshard import PrefetchError, __version__
 
@@ -54,6 +55,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="of parameters, order and augmentation (default: %(default)s)")
     demo.add_argument("--async", dest="use_async", action="store_true", help="train in an async loop: the same steps, the same result")
     demo.add_argument("--backend", choices=("asyncio", "trio"), help="what runs the async loop (default: asyncio)")
+    demo.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="save there now and then, and go on from what is there, to exactly the same result",
+    )
     demo.set_defaults(command=_demo, parser=demo)
 
 
@@ -77,6 +84,7 @@ def _demo(options: argparse.Namespace) -> int:
             seed=options.seed,
             use_async=options.use_async,
             backend=options.backend or "asyncio",
+            checkpoint=options.checkpoint,
         )
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
@@ -32,6 +33,7 @@ import prefetchshard as ps
 VIRTUAL_DEVICES = 8
 HELD_OUT_SHARE = 0.2
 LEARNING_RATE = 4e-3
+SAVE_EVERY_STEPS = 25
 ENOUGH = 0.95
 """The held-out accuracy below which the demonstration counts as failed."""
 
@@ -48,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     use_async: bool = False
     backend: str = "asyncio"
+    checkpoint: Path | None = None
 
 
 class TrainState(NamedTuple):
@@ -120,13 +123,47 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
+# --------------------------------------------------------------------------------------------------------- the checkpoint
+
+
+class Saved(NamedTuple):
+    """All that is needed to go on as if the program had never stopped."""
+
+    leaves: list[NDArray[Any]]  # of the training state
+    accuracy: float
+    loader: ps.LoaderState
+
+
+class Checkpoint:
+    """A file that holds the newest `Saved`. It is replaced as a whole, so that it is never half written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "digits.npz"
+
+    def load(self) -> Saved | None:
+        if not self._file.exists():
+            return None
+        with np.load(self._file) as arrays:
+            leaves = [arrays[f"leaf{index}"] for index in range(len(arrays.files) - 2)]
+            return Saved(leaves, float(arrays["accuracy"]), ps.LoaderState.decode(arrays["loader"].tobytes()))
+
+    def save(self, saved: Saved) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._file.with_suffix(".new.npz")
+        leaves = {f"leaf{index}": leaf for index, leaf in enumerate(saved.leaves)}
+        np.savez(unfinished, accuracy=saved.accuracy, loader=np.frombuffer(saved.loader.encode(), np.uint8), **leaves)
+        unfinished.replace(self._file)
+
+
 # --------------------------------------------------------------------------------------------------------------- the job
 
 
 class Job:
     """A training run without its loop: what to do with a batch to learn from, with a held-out batch, and after an epoch."""
 
-    def __init__(self, options: Options, mesh: Mesh, steps: int, display: Display) -> None:
+    def __init__(
+        self, options: Options, mesh: Mesh, steps: int, display: Display, checkpoint: Checkpoint | None, saved: Saved | None
+    ) -> None:
         optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, max(steps, 1)))
         parameters = new_parameters(options.seed)
         fresh = TrainState(parameters, optimizer.init(parameters))
@@ -146,8 +183,11 @@ class Job:
             right = logits(parameters, batch["image"]).argmax(-1) == batch["label"]
             return jnp.stack([(right & batch["mask"]).sum(), batch["mask"].sum()])  # padding counts neither way
 
+        if saved is not None:
+            fresh = jax.tree.unflatten(jax.tree.structure(fresh), saved.leaves)
         self.state: TrainState = jax.device_put(fresh, places)
-        self.accuracy = 0.0
+        self.accuracy = saved.accuracy if saved else 0.0
+        self._checkpoint = checkpoint
         self._display = display
         self._learn = jax.jit(learn, donate_argnums=0, out_shardings=(places, NamedSharding(mesh, PartitionSpec())))
         self._score = jax.jit(score)
@@ -173,6 +213,13 @@ class Job:
         self.accuracy = right / total
         self._display.epoch(epoch, float(np.asarray(self._loss)), right, total)
 
+    def save(self, batches: ps.LoaderIterator) -> None:
+        """Keeps where the training stands, now and then: the batches counted are those handed out, not those read ahead."""
+        position = batches.position
+        if self._checkpoint and position and (position.ends_epoch or (position.step + 1) % SAVE_EVERY_STEPS == 0):
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
+            self._checkpoint.save(Saved(leaves, self.accuracy, batches.state()))
+
 
 def train(job: Job, loader: ps.Loader, held_out: ps.Loader, display: Display) -> ps.Stats:
     with loader, held_out:
@@ -184,6 +231,7 @@ def train(job: Job, loader: ps.Loader, held_out: ps.Loader, display: Display) ->
                 for batch in held_out:
                     job.score(batch)
                 job.end_epoch(position.epoch)
+            job.save(batches)
         return batches.stats()
 
 
@@ -197,6 +245,7 @@ async def train_async(job: Job, loader: ps.Loader, held_out: ps.Loader, display:
                 async for batch in held_out:
                     job.score(batch)
                 job.end_epoch(position.epoch)
+            job.save(batches)
         return batches.stats()
 
 
@@ -206,11 +255,11 @@ async def train_async(job: Job, loader: ps.Loader, held_out: ps.Loader, display:
 class Display:
     """Progress for a person: a bar where there is a terminal, and plain lines that read well in a file too."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int, done: int) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
         self._console = console
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self.bar.add_task("training", total=steps)
+        self._task = self.bar.add_task("training", total=steps, completed=done)
 
     def line(self, text: str = "") -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -246,9 +295,9 @@ def use_virtual_devices() -> None:
         jax.config.update("jax_num_cpu_devices", VIRTUAL_DEVICES)
 
 
-def loaders(options: Options, mesh: Mesh) -> tuple[ps.Loader, ps.Loader]:
+def loaders(options: Options, mesh: Mesh, data: tuple[Rows, Rows], state: ps.LoaderState | None) -> tuple[ps.Loader, ps.Loader]:
     """The loader of the batches to learn from, and that of the held-out ones, which is read once an epoch."""
-    learn, held_out = digits(options.seed)
+    learn, held_out = data
     split = NamedSharding(mesh, PartitionSpec(tuple(axis for axis in mesh.axis_names if axis != "model")))
     return (
         ps.Loader(
@@ -260,6 +309,7 @@ def loaders(options: Options, mesh: Mesh) -> tuple[ps.Loader, ps.Loader]:
             epochs=options.epochs,
             transform=crop,
             device_transform=to_float,
+            state=state,
         ),
         ps.Loader(held_out, batch_size=options.batch_size, sharding=split, remainder="pad", device_transform=to_float),
     )
@@ -270,14 +320,20 @@ def run(options: Options, console: Console | None = None) -> int:
     use_virtual_devices()
     console = console or Console()
     mesh = ps.make_mesh(options.mesh)
-    loader, held_out = loaders(options, mesh)
-    steps = len(loader)
-    display = Display(console, steps)
+    data = digits(options.seed)
+    steps = options.epochs * (len(data[0]["label"]) // options.batch_size)
+    checkpoint = Checkpoint(options.checkpoint) if options.checkpoint else None
+    saved = checkpoint.load() if checkpoint else None
+    done = saved.loader.step if saved else 0
+    loader, held_out = loaders(options, mesh, data, saved.loader if saved else None)
+    display = Display(console, steps, done)
     device = jax.devices()[0]
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     display.line(f"{jax.device_count()} {device.platform} devices ({device.device_kind}), mesh {axes}")
     display.line(f"{options.epochs} epochs, {options.batch_size} rows a step, {steps} steps, {_loop_in_words(options)}")
-    job = Job(options, mesh, steps, display)
+    if done:
+        display.line(f"going on from {options.checkpoint}, after step {done}")
+    job = Job(options, mesh, steps, display, checkpoint, saved)
     started = time.perf_counter()
     with display.bar:
         if options.use_async:

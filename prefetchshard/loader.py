@@ -19,6 +19,8 @@ from prefetchshard.errors import BatchError, ConfigError, PrefetchWarning, UsedU
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.limits import parse_bytes
 from prefetchshard.reading import Cursor
+from prefetchshard.resuming import Progress
+from prefetchshard.state import LoaderState
 from prefetchshard.run import Run, close_runs, hold_daemons
 from prefetchshard.statistics import Stats
 
@@ -34,8 +36,7 @@ class LoaderIterator:
 
     def __init__(self, blueprint: Blueprint, start: Cursor) -> None:
         self._blueprint = blueprint
-        self._start = start
-        self._position: Position | None = None
+        self._progress = Progress(start)
         self._failure: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._over = False
@@ -88,7 +89,9 @@ class LoaderIterator:
         meters.batches += 1
         meters.rows += item.rows
         meters.bytes += item.bytes
-        self._position = item.position
+        progress, position = self._progress, item.position
+        if progress.position is None or position.step > progress.position.step:  # threads that share the run come here in any order
+            progress.position = position
         return item.batch
 
     def _stop(self, began: float) -> None:
@@ -101,7 +104,7 @@ class LoaderIterator:
         self._meters.stall_seconds += now - began
         self._meters.last_next_at = now
         if not self._has_failed():
-            self._blueprint.ended(self._start, self._position)
+            self._progress.end = self._blueprint.ended(self._progress.start, self._progress.position)
         self._over = True  # last: who shares the iterator goes by it
 
     def _has_failed(self) -> bool:
@@ -157,7 +160,16 @@ class LoaderIterator:
     @property
     def position(self) -> Position | None:
         """Where the last batch that was handed out stands in the data; None before the first."""
-        return self._position
+        return self._progress.position
+
+    def state(self) -> LoaderState:
+        """Where the run stands after the batches that were handed out, whatever was read ahead; consumes nothing, never waits.
+
+        `Loader(..., state=...)` with it goes on with the next batch, bit for bit. After the end of the run it is the beginning of the
+        next one; after `close()` and after an error it still speaks of the batches handed out before. It is a value: going on does not
+        change it. From any thread, also while another one takes batches: it is then the state after some whole number of them.
+        """
+        return self._progress.state(self._blueprint.fingerprint)
 
     def stats(self) -> Stats:
         """What the run has done so far, and where its time went."""
@@ -170,6 +182,11 @@ class LoaderIterator:
     async def aclose(self) -> None:
         """`close` without blocking the event loop; from any task, and also while that task is being cancelled."""
         await aio.in_thread(self._run.close)
+
+    @property
+    def progress(self) -> Progress:
+        """What was handed out; the loader keeps it when the run is gone."""
+        return self._progress
 
     @property
     def is_live(self) -> bool:
@@ -199,7 +216,7 @@ class LoaderIterator:
     def __repr__(self) -> str:
         state = "live" if self.is_live else "failed" if self._failure is not None else "ended" if self._over else "closed"
         ready = self._outbox.stats()
-        at = "" if self._position is None else f", at {self._position!r}"
+        at = "" if self.position is None else f", at {self.position!r}"
         return f"<LoaderIterator {state}: {ready.ready} of {ready.capacity} batches ready{at}>"
 
 
@@ -239,9 +256,14 @@ class Loader:
         host_memory: bound, in bytes, on the batches that are being read or wait in staging memory.
         narrow: 64-bit leaves while x64 is off: "check": integers must survive, floats may round but not overflow, else an error that
             names leaf, row and value; "error": no such leaves; "allow": as JAX does it, silently.
+        state: where to go on, from `state()` of a loader of the same data and the same seed, shuffle, batch size and remainder; devices,
+            workers and depth may be others. `state.rebatch(n)` goes on with another batch size.
+        snapshot_every: of sources that can tell their own state (`get_state` and `set_state`, or `state_dict` and `load_state_dict`): they
+            are asked with every so manyth batch, and what was read after that is read again on going on; None: never.
 
     Raises:
         ConfigError: what cannot work, as far as it can be known here.
+        StateError: `state` does not fit; the text names the field and both values.
         PlacementError: arrays that do not fit their sharding.
 
     Thread safety: every method may be called from any thread.
@@ -267,6 +289,8 @@ class Loader:
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         narrow: Narrow = "check",
+        state: LoaderState | None = None,
+        snapshot_every: int | None = 1,
     ) -> None:
         settings = Settings(
             batch_size=batch_size,
@@ -284,12 +308,16 @@ class Loader:
             narrow=narrow,
             device_memory=parse_bytes("device_memory", device_memory),
             host_memory=parse_bytes("host_memory", host_memory),
+            snapshot_every=snapshot_every,
         )
         self._blueprint = Blueprint(source, sharding, settings, OneProcess(), MONOTONIC)
         self._lock = threading.RLock()  # guards the start of runs
         self._runs: list[tuple[weakref.ref[LoaderIterator], Run]] = []
         self._only: LoaderIterator | None = None  # the run over a one-shot source
         self._asked: LoaderIterator | None = None  # a run that `spec` started, for the next `iter`
+        if state is not None:
+            self._blueprint.go_on_from(state)
+        self._last = Progress(self._blueprint.cursor)  # of the run that was started last
 
     def __iter__(self) -> LoaderIterator:
         self._blueprint.check_process()
@@ -305,6 +333,7 @@ class Loader:
         iterator = LoaderIterator(self._blueprint, self._blueprint.cursor)
         self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
         self._runs.append((weakref.ref(iterator), iterator.run))
+        self._last = iterator.progress
         if self._blueprint.one_shot:
             self._only = iterator
         return iterator
@@ -336,6 +365,21 @@ class Loader:
         if self._blueprint.last_run is None:
             raise ConfigError("this loader has not run yet")
         return self._blueprint.last_run.stats()
+
+    def state(self) -> LoaderState:
+        """The state of the only live run; of none: where the run that was started last stopped.
+
+        A run that ended by itself stopped at the beginning of the next one. One that was closed, left by `break`, or that failed
+        stopped after the last batch that it had handed out: to go on from there, make a loader with that state; this loader's own next
+        run starts over. Of a loader that never ran it is where its first run will begin: what `state=` gave comes back as it was.
+
+        Raises:
+            ConfigError: several runs are live: ask the iterator.
+        """
+        live = self.live_runs()
+        if len(live) > 1:
+            raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).state()")
+        return live[0].state() if live else self._last.state(self._blueprint.fingerprint)
 
     def spec(self) -> BatchSpec:
         """What a batch looks like: path to shape, dtype, sharding and bytes a device.

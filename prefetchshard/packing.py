@@ -33,11 +33,13 @@ class Packing:
 
     Attributes:
         places: which of the arrays of the plan come out of it, in this order.
+        others: which of them are put by themselves.
         sharding: of the buffer: whole, on every device.
     """
 
     def __init__(self, layout: Layout, places: Sequence[int], shapes: Sequence[Any], shardings: Sequence[Any]) -> None:
         self.places = tuple(places)
+        self.others = tuple(n for n in range(len(shapes)) if n not in self.places)
         self.sharding = replicated_like(shardings[self.places[0]])
         cuts = [(layout.leaves[n][3] or 0, layout.leaves[n][2], layout.leaves[n][1], shapes[n]) for n in self.places]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 
 import msgspec
 
@@ -29,23 +28,15 @@ class Progress:
         position: of the last batch handed out; None before the first.
         end: where the run after this one begins, once this one ended by itself.
 
-    Thread safety: every method may be called from any thread; `state` takes no lock.
+    Thread safety: each attribute is one reference, set by the consumer; `state` takes no lock and may be called from any thread.
     """
 
-    __slots__ = ("_lock", "end", "position", "start")
+    __slots__ = ("end", "position", "start")
 
     def __init__(self, start: Cursor) -> None:
         self.start = start
         self.position: Position | None = None
         self.end: Cursor | None = None
-        self._lock = threading.Lock()  # guards `position` where several threads share the run's batches
-
-    def hand_out(self, position: Position) -> None:
-        """A batch goes to the consumer. Batches that several threads took come here in any order; the furthest stays."""
-        with self._lock:
-            last = self.position
-            if last is None or position.step > last.step:
-                self.position = position
 
     def state(self, fingerprint: Fingerprint) -> LoaderState:
         """The state after the last batch handed out."""

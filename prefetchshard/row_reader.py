@@ -248,6 +248,8 @@ class RowReader:
             span = self._order.span(self._done_rows) if self._epoch >= 0 else None
             if span is not None:
                 return span
+            if self._epoch >= 0:
+                self._task.meters.add(dropped=self._order.length - self._done_rows)
             epoch = next(self._epochs, None)
             if epoch is None:
                 return None

@@ -119,29 +119,31 @@ class Placer:
 def _to_put(host: HostBatch[Plan]) -> tuple[list[Any], list[Any], list[str]]:
     """What is put of a batch, where it goes, and its paths: the slab of the packed leaves first, where there is one."""
     plan, memory = host.plan, host.memory
-    packed = () if plan.packing is None else plan.packing.places
-    leaves: list[Any] = []
-    for n, (index, shape) in enumerate(zip(plan.put_order, plan.put_shapes, strict=True)):
-        if n in packed:
-            continue
-        if memory is not None and (index == MASK or plan.leaves[index].kind is Kind.STAGED):
-            view = memory.views[n]
-            leaves.append(view if view.shape == shape else view.reshape(shape))
-        else:
-            with explicit():
-                leaves.append(_device_leaf(plan, index, shape, host.passed.pop(index)))
     if plan.packing is None or memory is None:
-        return leaves, plan.put_shardings, plan.put_paths
-    others = [n for n in range(len(plan.put_order)) if n not in packed]
+        return [_leaf_to_put(host, n) for n in range(len(plan.put_order))], plan.put_shardings, plan.put_paths
+    others = plan.packing.others
     shardings = [plan.packing.sharding, *(plan.put_shardings[n] for n in others)]
-    return [memory.slab, *leaves], shardings, ["(small leaves)", *(plan.put_paths[n] for n in others)]
+    return [memory.slab, *(_leaf_to_put(host, n) for n in others)], shardings, ["(small leaves)", *(plan.put_paths[n] for n in others)]
+
+
+def _leaf_to_put(host: HostBatch[Plan], n: int) -> Any:
+    plan, memory = host.plan, host.memory
+    index, shape = plan.put_order[n], plan.put_shapes[n]
+    if memory is not None and (index == MASK or plan.leaves[index].kind is Kind.STAGED):
+        view = memory.views[n]
+        return view if view.shape == shape else view.reshape(shape)
+    return _device_leaf(plan, index, shape, host.passed.pop(index))
 
 
 def _unpacked(packing: Packing, arrays: list[Any]) -> list[Any]:
     """All arrays of a batch in the order of its plan."""
-    others = iter(arrays[1:])
-    cut = dict(zip(packing.places, packing.unpack(arrays[0]), strict=True))
-    return [cut[n] if n in cut else next(others) for n in range(len(cut) + len(arrays) - 1)]
+    cut: list[Any] = packing.unpack(arrays[0])
+    if not packing.others:
+        return cut
+    whole: list[Any] = [None] * (len(packing.places) + len(packing.others))
+    for n, array in zip((*packing.places, *packing.others), (*cut, *arrays[1:]), strict=True):
+        whole[n] = array
+    return whole
 
 
 def _device_leaf(plan: Plan, index: int, shape: tuple[int, ...], value: Any) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from consumers import WAYS, Consume, consumer
 from support import loader_threads, stacks, threads_left
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -63,3 +64,9 @@ def S(mesh: Mesh) -> NamedSharding:
 def R(mesh: Mesh) -> NamedSharding:
     """Replicated over all devices."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+@pytest.fixture(params=WAYS)
+def consume(request: pytest.FixtureRequest) -> Consume:
+    """Runs the test once for each way to consume: `for`, and `async for` on asyncio and on trio."""
+    return consumer(request.param)

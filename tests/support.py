@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -40,6 +41,35 @@ def wait_until(ready: Callable[[], object], seconds: float = 10.0) -> None:
     while not ready():
         assert time.monotonic() < deadline, f"still not so after {seconds} seconds:\n{stacks(threading.enumerate())}"
         time.sleep(0.001)
+
+
+class Interrupts:
+    """Ctrl-C again and again, every `seconds`, wherever the main thread is; only while armed, and each one disarms.
+
+    A `for` statement loses nothing between the iterator and the loop variable, so what is missing was lost by the iterator.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.armed = False
+        self.count = 0
+        self._seconds = seconds
+        self._old: Any = None
+
+    def _interrupt(self, *_: object) -> None:
+        if self.armed:
+            self.armed = False
+            self.count += 1
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Interrupts:
+        self._old = signal.signal(signal.SIGALRM, self._interrupt)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds, self._seconds)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._old)
 
 
 def loader_threads() -> list[threading.Thread]:

@@ -214,7 +214,7 @@ def test_an_interrupted_wait_leaves_nothing_behind() -> None:
 
 def test_no_wake_up_is_lost_under_load() -> None:
     """Two threads that hand a turn to and fro: one lost wake-up would stop both."""
-    turn, rounds = 0, 20_000
+    turn, rounds = 0, 5_000
     parking = Parking()
 
     def play(me: int) -> None:

@@ -37,6 +37,8 @@ def recognise(source: Any, *, batched: bool) -> Source:
         raise ConfigError(f"a {type(source).__qualname__} is not a source of batches; open the file and yield its examples")
     if source is None:
         raise ConfigError("the source is None")
+    if isinstance(source, type):  # has the methods of its instances, and is a function that makes them
+        return FactoryStream(source, lambda made: _stream_of_epoch(made, batched))
     arrays = find_arrays(source)
     if arrays is not None:
         if not batched:

@@ -150,8 +150,8 @@ class Checkpoint:
     def save(self, saved: Saved) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._file.with_suffix(".new.npz")
-        leaves = {f"leaf{index}": leaf for index, leaf in enumerate(saved.leaves)}
-        np.savez(unfinished, accuracy=saved.accuracy, loader=np.frombuffer(saved.loader.encode(), np.uint8), **leaves)
+        arrays: dict[str, Any] = {f"leaf{index}": leaf for index, leaf in enumerate(saved.leaves)}
+        np.savez(unfinished, accuracy=saved.accuracy, loader=np.frombuffer(saved.loader.encode(), np.uint8), **arrays)
         unfinished.replace(self._file)
 
 
@@ -275,11 +275,13 @@ class Display:
         self.bar.update(self._task, description=f"training, {right / total:.1%} right")
 
     def end(self, job: Job, stats: ps.Stats, seconds: float) -> None:
-        waited = stats.stall_seconds / max(stats.stall_seconds + stats.busy_seconds, 1e-9)
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(job.state.parameters):
             digest.update(np.asarray(leaf).tobytes())
-        self.line(f"\n{stats.batches} steps in {seconds:.1f} s. The training loop waited for input {waited:.1%} of the time.")
+        self.line(f"\n{stats.batches} steps in {seconds:.1f} s.")
+        if stats.batches:
+            waited = stats.stall_seconds / (stats.stall_seconds + stats.busy_seconds)
+            self.line(f"The training loop waited for input {waited:.1%} of the time.")
         self.line(f"Fingerprint of the final parameters: {digest.hexdigest()[:16]}")
         if job.accuracy < ENOUGH:
             self.line(f"Failed: {job.accuracy:.1%} of the held-out digits are right, {ENOUGH:.0%} were expected.")

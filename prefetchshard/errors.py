@@ -52,7 +52,13 @@ class LeafTypeError(PrefetchError, TypeError):
 
 
 class NarrowingError(PrefetchError, OverflowError):
-    """A 64-bit value that would not survive the conversion to 32 bits which JAX makes while x64 is off."""
+    """A 64-bit value that would not survive the conversion to 32 bits which JAX makes while x64 is off.
+
+    Attributes:
+        row: of the batch; None where the leaf has no rows.
+    """
+
+    row: int | None = None
 
 
 class UsedUpError(PrefetchError, RuntimeError):

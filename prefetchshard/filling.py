@@ -14,6 +14,7 @@ from prefetchshard.clock import Clock
 from prefetchshard.config import Narrow, Pad
 from prefetchshard.errors import BatchError
 from prefetchshard.faults import note, presentable
+from prefetchshard.full_batches import plan_full
 from prefetchshard.hooks import Hooks
 from prefetchshard.leaves import as_array, blank, check_example, check_key, narrows, stack_on_host, store
 from prefetchshard.parking import Parking
@@ -23,7 +24,6 @@ from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters
 from prefetchshard.structures import Structure
 from prefetchshard.transfer import is_jax_array
-
 
 LEAST_SHARED_BYTES = 1 << 20
 """A smaller leaf of a batch that is copied in shares goes with the first of them."""
@@ -65,15 +65,15 @@ class Assembly:
         self._closed = parts > 0  # the number of parts is known from the start
         self.settled = False
 
-    def open(self, make_plan: Callable[[], Plan], staging: Staging) -> Plan:
-        """The plan of the batch; the first caller decides it and takes the memory."""
+    def open(self, make_plan: Callable[[], Plan], staging: Staging, arrays: Sequence[AnyArray] | None = None) -> Plan:
+        """The plan of the batch; the first caller decides it and takes the memory. `arrays`: those whose rows it is made of."""
         if self.plan is None:
             with self._lock:
                 if self.plan is None:
                     plan = make_plan()
                     for i, leaf in enumerate(plan.leaves):
                         if plan.rows is not None and leaf.kind in (Kind.HOST, Kind.KEYS):
-                            self.passed[i] = [None] * plan.rows
+                            self.passed[i] = [None] * plan.rows if arrays is None else blank(arrays[i], leaf.shape)
                     self.memory = staging.lease(plan.layout) if plan.layout.leaves else None
                     self.plan = plan
         return self.plan
@@ -162,10 +162,7 @@ class Filler:
 
     def open_arrays(self, assembly: Assembly, arrays: Sequence[AnyArray], plan: Plan) -> None:
         """Take the memory for rows of these arrays."""
-        assembly.open(lambda: plan, self.staging)
-        for j, leaf in enumerate(plan.leaves):
-            if leaf.kind is Kind.HOST:
-                assembly.passed[j] = blank(arrays[j], leaf.shape)
+        assembly.open(lambda: plan, self.staging, arrays)
 
     def write_rows(self, assembly: Assembly, start: int, stop: int, arrays: Sequence[AnyArray], rows: Rows) -> None:
         """Gather rows of the arrays as rows `start` to `stop` of the batch."""
@@ -358,9 +355,7 @@ class Wholes:
     Thread safety: any worker may call any method.
     """
 
-    def __init__(
-        self, filler: Filler, meters: Meters, *, first_step: int, batch_size: int | None, full_rows: int | None = None
-    ) -> None:
+    def __init__(self, filler: Filler, meters: Meters, *, first_step: int, batch_size: int | None, full_rows: int | None = None) -> None:
         self._filler = filler
         self._flatten = filler.planner.rules.flatten
         self._meters = meters
@@ -394,20 +389,18 @@ class Wholes:
     def missing(self, assembly: Assembly, batch: Any) -> int:
         """How many rows fewer it has than the first batch of the run."""
         self._wait_for_first(assembly)
-        full, first = self._full, self._first
-        if full is None:
+        if self._full_rows is None and (self._first is None or self._first.rows is None):
             return 0
         leaves, structure = self._filler.flatten_batch(batch)
-        if first is None:
-            rows = rows_of(self._filler.planner.for_batch(leaves, structure), leaves)
-        else:
-            rows = rows_of(first, leaves) if structure == first.structure else None
-        return 0 if rows is None else max(0, full - rows)
+        first = self._first_plan(leaves, structure)
+        rows = rows_of(first, leaves) if first is not None and structure == first.structure else None
+        return 0 if first is None or first.rows is None or rows is None else max(0, first.rows - rows)
 
-    @property
-    def _full(self) -> int | None:
-        """Rows of the first batch of the run, once they are known."""
-        return self._first.rows if self._full_rows is None and self._first is not None else self._full_rows
+    def _first_plan(self, leaves: list[Any], structure: Structure) -> Plan | None:
+        """The plan of the first batch of the run; where that was handed out before, it is told from any other batch."""
+        if self._first is None and self._full_rows is not None:
+            self._first = plan_full(self._filler.planner, leaves, structure, self._full_rows)
+        return self._first
 
     def write(self, assembly: Assembly, batch: Any, *, pads: bool, examples: int | None = None) -> None:
         """Write a batch into memory of its own and finish it; see `begin`."""
@@ -437,11 +430,11 @@ class Wholes:
             plan, rows, is_plain = *self._plan(arrays, structure, pads, examples), False
             kinds = [leaf.kind for leaf in plan.leaves]
             leaves = [leaf if kind is Kind.HOST else array for leaf, array, kind in zip(leaves, arrays, kinds, strict=True)]
-        if self._first is None and self._full_rows in (None, plan.rows):
+        if self._first is None:
             self._first = plan
             self._known.wake()
         if pads or self._batch_size is None:
-            assembly.position.batch_rows = self._full
+            assembly.position.batch_rows = self._first.rows
         assembly.open(lambda: plan, self._filler.staging)
         if rows is not None and self._batch_size is None:
             assembly.rows = rows
@@ -449,13 +442,12 @@ class Wholes:
 
     def _plan(self, leaves: list[Any], structure: Structure, pads: bool, examples: int | None) -> tuple[Plan, int | None]:
         planner = self._filler.planner
-        like = self._first if pads and self._first is not None and self._is_short(self._first, leaves, structure) else None
+        first = self._first_plan(leaves, structure)
+        like = first if pads and first is not None and self._is_short(first, leaves, structure) else None
         plan = planner.for_batch(leaves, structure, like)
         rows = rows_of(plan, leaves)
-        if pads and like is None and rows is not None:
-            full = self._batch_size if self._full_rows is None and rows == examples else self._full_rows
-            if full is not None and rows < full:
-                plan = planner.for_batch(leaves, structure, plan, full)
+        if pads and like is None and examples is not None and rows == examples and self._batch_size is not None and rows < self._batch_size:
+            plan = planner.for_batch(leaves, structure, plan, self._batch_size)
         return plan, rows
 
     def copy_share(self, assembly: Assembly, work: Work, first: int = 0, count: int = 1) -> None:
@@ -491,8 +483,8 @@ class Wholes:
                 f"the last batch is {missing} rows shorter than the first one, and remainder='error'; drop it (remainder='drop') "
                 f"or fill it up under a mask (remainder='pad')"
             )
-        assert self._full is not None
-        self._meters.add(dropped=self._full - missing)
+        assert self._first is not None and self._first.rows is not None
+        self._meters.add(dropped=self._first.rows - missing)
         assembly.withdraw()
 
     def _is_short(self, first: Plan, leaves: list[Any], structure: Structure) -> bool:

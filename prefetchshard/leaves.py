@@ -227,15 +227,17 @@ def _lost(view: AnyArray, value: AnyArray, wrong: AnyArray, path: str, row: int 
     index = [int(i[0]) for i in np.nonzero(np.atleast_1d(wrong))]
     bad = np.atleast_1d(value)[tuple(index)]
     where = "" if value.ndim else "a scalar: "
-    if value.ndim and row is not None:
-        where = f"row {row + index.pop(0)} of the batch" + ("" if index else ": ")
-        where += f", index {index}: " if index else ""
+    at = row + index.pop(0) if value.ndim and row is not None else None
+    if at is not None:
+        where = f"row {at} of the batch{f', index {index}' if index else ''}: "
     elif value.ndim:
         where = f"index {index}: "
-    return NarrowingError(
+    error = NarrowingError(
         f"leaf {path or '(the batch itself)'}: {where}the {value.dtype} value {bad} does not fit {view.dtype}, to which it would be "
         f"converted because x64 is off; cast or split it in `transform`, run under `jax.enable_x64(True)`, or pass narrow='allow'"
     )
+    error.row = at
+    return error
 
 
 def own(value: Any, *, deep: bool = False) -> Any:

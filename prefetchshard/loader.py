@@ -420,6 +420,10 @@ class Loader:
         """
         return self._blueprint.steps()
 
+    def __bool__(self) -> bool:
+        """Always true: `if loader:` asks whether there is one, and many have no length."""
+        return True
+
     def close(self) -> None:
         """Close every live run. The loader may be iterated again, unless its source is one-shot."""
         close_runs(self._all_runs())

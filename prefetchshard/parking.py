@@ -69,7 +69,8 @@ class Parking:
         parked = self._parked
         for _ in range(len(parked)):  # who parks from now on sees the change
             try:
-                waker = parked.popleft()
+                waker = parked[0]
+                del parked[0]  # no `popleft()`: after a call Ctrl-C could come, and the waiter would be forgotten
             except IndexError:  # another thread woke the last one
                 return
             waker.release()

@@ -108,7 +108,8 @@ class PinnedStaging:
         need = -(-layout.slot_bytes // ROUND_BYTES) * ROUND_BYTES
         with self._lock:
             self._collect()
-            slot = min((one for one in self._free if need <= one.memory.nbytes <= 2 * need), key=_size, default=None)
+            # The one released last: its lines may still be in the processor's cache.
+            slot = next((one for one in reversed(self._free) if need <= one.memory.nbytes <= 2 * need), None)
             if slot is not None:
                 self._free.remove(slot)
                 self._reused += 1

@@ -10,7 +10,7 @@ import enum
 import math
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -201,6 +201,21 @@ def leaf_spec(path: str, shape: Shape, dtype: Any, sharding: Any) -> LeafSpec:
     return LeafSpec(path, shape, dtype, sharding, math.prod(sharding.shard_shape(shape)) * dtype.itemsize)
 
 
+class _LeafHasRows(Protocol):
+    has_rows: bool
+
+
+class HasRows(Protocol):
+    """What is known of full batches: a plan of them, or as much of it as tells which leaves have rows."""
+
+    @property
+    def structure(self) -> Structure: ...
+    @property
+    def rows(self) -> int | None: ...
+    @property
+    def leaves(self) -> Sequence[_LeafHasRows]: ...
+
+
 class Planner:
     """Makes the plans of one run.
 
@@ -278,7 +293,7 @@ class Planner:
 
     # -- batches that the source or `collate` made
 
-    def for_batch(self, values: list[Any], structure: Structure, like: Plan | None = None, rows: int | None = None) -> Plan:
+    def for_batch(self, values: list[Any], structure: Structure, like: HasRows | None = None, rows: int | None = None) -> Plan:
         """The plan of batches like this one.
 
         Args:

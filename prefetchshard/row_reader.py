@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.batches import Position
+from prefetchshard.errors import NarrowingError
 from prefetchshard.faults import of_epoch
 from prefetchshard.filling import Assembly, Wholes
 from prefetchshard.leaves import own
@@ -120,6 +121,7 @@ class RowReader:
             try:
                 self._fill(part)
             except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+                self._name_row(part, error)
                 self._fail(assembly, error, part.stage, self._rows_of(part))
             self._finished_part()
             if not assembly.part_done():
@@ -140,6 +142,12 @@ class RowReader:
             return None
         first = part.assembly.position.first_row
         return first + part.start, first + part.stop
+
+    def _name_row(self, part: _Part, error: BaseException) -> None:
+        """Where the order is shuffled, the row of the batch does not tell which row of the source it is."""
+        if isinstance(error, NarrowingError) and error.row is not None and self._task.batch_size is not None:
+            at, rows = error.row - part.start, part.rows
+            error.add_note(f"that is row {rows.start + at if isinstance(rows, slice) else int(rows[at])} of the source")
 
     def _finished_part(self) -> None:
         if self._tells_epoch:
@@ -197,17 +205,6 @@ class RowReader:
         self._count = count
         self._done_rows = stop
         self._any = True
-        if self._by_arrays and self._task.hooks.collate is None:
-            assert isinstance(self._source, Arrays) and self._structure is not None
-            try:
-                if self._plan is None:
-                    self._plan = self._task.filler.planner.for_arrays(self._source.leaves, self._structure)
-                self._task.filler.open_arrays(assembly, self._source.leaves, self._plan)
-            except BaseException as error:  # noqa: BLE001 - as above
-                self._fail(assembly, error, "planning", None)
-                self._over = True
-                self._assembly = None
-                return False
         return True
 
     def _choose_size(self, count: int) -> int:
@@ -279,10 +276,20 @@ class RowReader:
             if task.hooks.collate is not None:
                 assembly.examples = [self._source.gathered(part.rows)]
             else:
+                part.stage = "planning"
+                # Here, not where the batch became due: making memory takes long, and the others wait for what is due next
+                task.filler.open_arrays(assembly, self._source.leaves, self._plan_of_arrays(self._source))
+                part.stage = "reading"
                 task.filler.write_rows(assembly, part.start, part.stop, self._source.leaves, part.rows)
             task.meters.add(copy=task.clock() - began)
             return
         self._fill_examples(part)
+
+    def _plan_of_arrays(self, source: Arrays) -> Plan:
+        if self._plan is None:
+            assert self._structure is not None
+            self._plan = self._task.filler.planner.for_arrays(source.leaves, self._structure)
+        return self._plan
 
     def _fill_examples(self, part: _Part) -> None:
         """Read examples, each of them used before the next is asked for: the dataset may make them all in one buffer."""

@@ -311,7 +311,7 @@ def _sync_folder(folder: str) -> None:
 # What MessagePack lacks is written as an extension: one with the data inside for a leaf; for a container, an empty one as the first
 # item of an array, which no list of the source's can begin with. Codes are part of the format: add, never renumber.
 _INTEGER, _COMPLEX, _BYTEARRAY, _TEXT = 1, 2, 3, 4
-_TUPLE, _SET, _FROZENSET, _DICT, _ORDERED, _ARRAY, _SCALAR = 16, 17, 18, 19, 20, 21, 22
+_TUPLE, _SET, _FROZENSET, _DICT, _ORDERED, _ARRAY, _SCALAR, _TENSOR = 16, 17, 18, 19, 20, 21, 22, 23
 _CODES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET, dict: _DICT, OrderedDict: _ORDERED}
 _DTYPE: Final = re.compile(r"[<>|][biufcmMSUV][0-9]+(\[\w+\])?|(b?complex|bfloat|float|u?int)[0-9]\w*", re.ASCII)
 _KEPT: Final = "numbers, text, bytes, lists, tuples, sets, dicts and NumPy arrays of them can be kept"
@@ -331,7 +331,7 @@ def pack_snapshot(value: Any) -> bytes:
     """Encodes a source's own state as it is now, so that the source may go on changing it.
 
     None, bool, int of any size, float, complex, text, bytes, bytearray, list, tuple, set, frozenset, dict (any keys), OrderedDict,
-    NumPy scalars and arrays come back equal and of the same type. Which parts are the same object does not come back.
+    NumPy scalars and arrays, and tensors of torch (on the CPU) come back equal and of the same type. Which parts are the same object does not come back.
 
     Raises:
         StateError: something in it cannot be kept (objects, subclasses, more than 64 levels); the text says where it sits.
@@ -364,6 +364,8 @@ def _lower(value: object, depth: int) -> Any:
         return lower(value, depth)
     if isinstance(value, np.generic):
         return _lower_scalar(cast("np.generic[Any]", value))
+    if type(value).__module__ == "torch" and type(value).__qualname__ == "Tensor":
+        return _lower_tensor(value, depth)
     raise _Refused(f"{_type_name(value)} cannot be kept in a state; {_KEPT}")
 
 
@@ -429,6 +431,14 @@ def _lower_scalar(value: np.generic[Any]) -> list[Any]:
     if isinstance(value, np.bytes_):
         return [_head(_SCALAR), "S", bytes(value)]
     return [_head(_SCALAR), _dtype_name(value.dtype), value.tobytes()]
+
+
+def _lower_tensor(value: Any, depth: int) -> list[Any]:
+    try:
+        array = value.detach().cpu().numpy()
+    except (TypeError, RuntimeError) as error:  # such as of bfloat16, or sparse
+        raise _Refused(f"this torch.Tensor cannot be kept in a state ({error}); {_KEPT}") from error
+    return [_head(_TENSOR), _lower_array(array, depth)]
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
@@ -509,6 +519,17 @@ def _lift_scalar(name: str, data: Any) -> Any:
     return _lift_array(name, [], data)[()]
 
 
+def _lift_tensor(items: list[Any]) -> Any:
+    (array,) = items
+    if type(array) is not np.ndarray:
+        raise ValueError(f"{_type_name(cast('object', array))} in place of the array of a tensor")
+    try:
+        import torch  # pyright: ignore[reportMissingImports] - whose tensor it is
+    except ImportError as error:
+        raise StateError("the source's own state holds a tensor, and torch is not installed here") from error
+    return cast("Any", torch).from_numpy(array)
+
+
 _LEAVES: Final[dict[int, Callable[[bytes], Any]]] = {
     _INTEGER: lambda data: int.from_bytes(data, "little", signed=True),
     _COMPLEX: lambda data: complex(*struct.unpack("<dd", data)),
@@ -521,4 +542,5 @@ _CONTAINERS: Final[dict[int | None, Callable[[list[Any]], Any]]] = {
     _FROZENSET: frozenset,
     _DICT: lambda items: dict(_pairs(items)),
     _ORDERED: lambda items: OrderedDict(_pairs(items)),
+    _TENSOR: _lift_tensor,
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before JAX is imported, and in the environment, so that the programs which tests start see the same devices.
@@ -25,6 +26,12 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 
 _failed = pytest.StashKey[bool]()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collection after each test need not look through it (a tenth of a second each time)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

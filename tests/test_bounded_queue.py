@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -511,9 +512,19 @@ def test_nothing_is_lost_or_doubled_under_load(senders: int, receivers: int, cap
     assert queue.stats().held == 0
 
 
+@pytest.fixture
+def fast_switching() -> Iterator[None]:
+    """Threads take turns often."""
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(old)
+
+
+@pytest.mark.usefixtures("fast_switching")
 def test_the_last_item_is_not_lost_to_the_end() -> None:
     """Over and over: a receiver that looks while the last item is sent and the end is said gets both."""
-    for _ in range(2_000):
+    for _ in range(500):
         queue: BoundedQueue[int] = BoundedQueue(1)
         receiver = Thread(lambda queue=queue: receive_all(queue))
         queue.put(1)
@@ -530,6 +541,7 @@ def receive_all(queue: BoundedQueue[int]) -> list[int]:
     return got
 
 
+@pytest.mark.usefixtures("fast_switching")
 def test_it_is_not_over_while_others_take() -> None:
     """`is_over` looks once: an item that another receiver takes in between does not make it look ended."""
     queue = new(1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from support import run_command
+from support import REPOSITORY, run_command
 
 
 def demo(*arguments: str, timeout: float = 120.0) -> tuple[int, str]:
@@ -28,7 +30,7 @@ def test_it_learns_and_says_so() -> None:
     assert "8 cpu devices" in output
     assert "The first batch, as it lies on the devices:" in output
     assert len(re.findall(r"^epoch +\d+ +loss [\d.]+ +held-out digits right: \d+ of 359 \([\d.]+%\)$", output, re.MULTILINE)) == 6
-    assert re.search(r"132 steps in [\d.]+ s\. The training loop waited for input [\d.]+% of the time\.", output)
+    assert re.search(r"132 steps in [\d.]+ s\.\nThe training loop waited for input [\d.]+% of the time\.", output)
     assert "\x1b" not in output
 
 
@@ -53,6 +55,25 @@ def test_plain_and_async_loops_learn_the_same(mesh: str) -> None:
     outputs = [demo("--epochs", "6", "--mesh", mesh, *extra) for extra in ([], ["--async"], ["--async", "--backend", "trio"])]
     assert [code for code, _ in outputs] == [0, 0, 0]
     assert len({fingerprint(output) for _, output in outputs}) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_result(tmp_path: Path) -> None:
+    arguments = ("--epochs", "4", "--checkpoint", str(tmp_path / "new" / "folder"))
+    command = [sys.executable, "-u", "-m", "prefetchshard", "demo", *arguments]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        for line in killed.stdout:
+            if line.startswith("epoch   3"):
+                break
+        killed.kill()
+    code, output = demo(*arguments)
+    assert code == 0
+    assert re.search(r"going on from .*folder, after step (50|66|75)$", output, re.MULTILINE)
+    assert fingerprint(output) == fingerprint(demo("--epochs", "4")[1])
+    code, again = demo(*arguments)
+    assert (code, fingerprint(again)) == (0, fingerprint(output))
+    assert "0 steps in" in again
 
 
 @pytest.mark.slow

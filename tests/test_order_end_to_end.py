@@ -204,7 +204,9 @@ PLACES: dict[str, Place] = {
     "devices in another order": Place(8, lambda: Mesh(np.array(jax.devices()[::-1]), ("data",))),
     "a model axis": Place(8, lambda: NamedSharding(mesh_2d(), P("data"))),
     "rows over both axes": Place(8, lambda: NamedSharding(mesh_2d(), P(("data", "model")))),
-    "columns over the model axis": Place(8, lambda: {"x": NamedSharding(mesh_2d(), P("data", None)), "y": NamedSharding(mesh_2d(), P("data"))}),
+    "columns over the model axis": Place(
+        8, lambda: {"x": NamedSharding(mesh_2d(), P("data", None)), "y": NamedSharding(mesh_2d(), P("data"))}
+    ),
     "replicated": Place(8, lambda: NamedSharding(mesh_2d(), P())),
     "an explicit mesh": Place(8, lambda: NamedSharding(jax.make_mesh((4, 2), ("data", "model")), P("data"))),
 }

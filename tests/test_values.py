@@ -523,14 +523,14 @@ def plus_one(x: Any) -> Any:
 step = jax.jit(lambda batch: jax.tree.map(plus_one, batch), donate_argnums=0)
 
 
-@pytest.mark.parametrize("held", ["rows", "replicated", "one device"])
 @places
-def test_donated_batches_leave_the_sources_arrays_alone(held: str, sharding: Any) -> None:
-    source = [jax.device_put(np.full((8, 8), i, np.float32), PLACES[held]) for i in range(3)]
-    for _ in range(2):
-        assert [float(np.asarray(step(batch))[0, 0]) for batch in ps.prefetch(source, sharding)] == [1, 2, 3]
-    assert not any(array.is_deleted() for array in source)
-    assert [float(np.asarray(array)[7, 7]) for array in source] == [0, 1, 2]
+def test_donated_batches_leave_the_sources_arrays_alone(sharding: Any) -> None:
+    for held in ("rows", "replicated", "one device"):
+        source = [jax.device_put(np.full((8, 8), i, np.float32), PLACES[held]) for i in range(3)]
+        for _ in range(2):
+            assert [float(np.asarray(step(batch))[0, 0]) for batch in ps.prefetch(source, sharding)] == [1, 2, 3]
+        assert not any(array.is_deleted() for array in source)
+        assert [float(np.asarray(array)[7, 7]) for array in source] == [0, 1, 2]
 
 
 def test_donated_keys_leave_the_sources_keys_alone(S: NamedSharding) -> None:
@@ -617,10 +617,10 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("sharding", [named("data"), named(), SingleDeviceSharding(jax.devices()[0])], ids=["rows", "replicated", "one"])
-def test_whatever_is_kept_of_a_batch_stays_as_it_is(view: str, sharding: Any) -> None:
-    kept = [{"x": VIEWS[view](batch["x"])} for batch in ps.prefetch(pairs(24), sharding)]
-    assert found(kept) == each(24)
+def test_whatever_is_kept_of_a_batch_stays_as_it_is(view: str) -> None:
+    for place in ("rows", "replicated", "one device"):
+        kept = [{"x": VIEWS[view](batch["x"])} for batch in ps.prefetch(pairs(24), PLACES[place])]
+        assert found(kept) == each(24)
 
 
 def test_steps_that_donate_run_on_while_memory_is_used_again(S: NamedSharding) -> None:

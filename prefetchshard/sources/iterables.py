@@ -6,10 +6,11 @@ import enum
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from prefetchshard.errors import SourceError
+from prefetchshard.errors import SourceError, UsedUpError
 from prefetchshard.sources.stateful import StatePair, find_pair, refuse_snapshot
 
 
@@ -80,10 +81,12 @@ class IteratorItems:
     """The items of an iterator.
 
     Attributes:
+        again: the source gave this very iterator the last time too. If it has nothing more, the data would end early, and quietly.
         pair: how it, or what it was made from, tells its own state; None where it cannot.
     """
 
-    def __init__(self, iterator: Any, *, ours: bool, pair: StatePair | None = None) -> None:
+    def __init__(self, iterator: Any, *, ours: bool, again: bool = False, pair: StatePair | None = None) -> None:
+        self.again = again
         self.pair = pair
         self._iterator = iterator
         self._next = iterator.__next__
@@ -91,9 +94,16 @@ class IteratorItems:
 
     def pull(self) -> Any | EndType:
         try:
-            return self._next()
+            item = self._next()
         except StopIteration:
+            if self.again:
+                raise UsedUpError(
+                    f"the source gave the same {type(self._iterator).__qualname__} as the last time, which is exhausted: it has to make a "
+                    f"new iterator each time that it is asked for one"
+                ) from None
             return END
+        self.again = False
+        return item
 
     def interrupt(self) -> None:
         pass
@@ -109,6 +119,22 @@ class IteratorItems:
             close()
 
 
+class _Last:
+    """The iterator that a source gave last; not kept alive where that can be."""
+
+    def __init__(self) -> None:
+        self._get: Callable[[], Any] = lambda: None
+
+    def is_again(self, iterator: Any) -> bool:
+        """Whether it is this one. From now on it is."""
+        again = self._get() is iterator
+        try:
+            self._get = weakref.ref(iterator)
+        except TypeError:
+            self._get = lambda: iterator
+        return again
+
+
 class IterableStream:
     """Something with `__iter__` (opened once an epoch) or `__next__` (one-shot)."""
 
@@ -117,6 +143,7 @@ class IterableStream:
     def __init__(self, iterable: Any) -> None:
         self.one_shot = hasattr(iterable, "__next__")
         self._iterable = iterable
+        self._last = _Last()
 
     @property
     def length(self) -> int | None:
@@ -125,16 +152,18 @@ class IterableStream:
     def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
         del epoch, loop
         pair = find_pair(self._iterable)
+        iterator = None
         if pair is not None and snapshot is not None:
-            pair.restore(snapshot)  # before the iterator is made: that is when such sources look at it
-        iterator = self._iterable if self.one_shot else iter(self._iterable)
+            iterator = pair.restore(snapshot)  # before the iterator is made: that is when such sources look at it
+        if iterator is None:
+            iterator = self._iterable if self.one_shot else iter(self._iterable)
         if pair is None:
             pair = find_pair(iterator)
             if snapshot is not None:
                 if pair is None:
                     raise refuse_snapshot(iterator)
                 pair.restore(snapshot)
-        return IteratorItems(iterator, ours=True, pair=pair)
+        return IteratorItems(iterator, ours=True, again=self._last.is_again(iterator), pair=pair)
 
 
 class FactoryStream:
@@ -148,13 +177,18 @@ class FactoryStream:
         self._factory = factory
         self._resolve = resolve
         self._takes_epoch = takes_parameter(factory, "epoch")
+        self._last = _Last()
 
     def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
         made = self._factory(epoch=epoch) if self._takes_epoch else self._factory()
         if made is None:
             raise SourceError(f"the factory {name_of(self._factory)} returned None for epoch {epoch}; it must return a source")
         set_epoch(made, epoch)
-        return self._resolve(made).open(epoch, loop, snapshot)
+        again = self._last.is_again(made)
+        items = self._resolve(made).open(epoch, loop, snapshot)
+        if isinstance(items, IteratorItems):
+            items.again = again and hasattr(made, "__next__")
+        return items
 
 
 def length_of(source: Any) -> int | None:

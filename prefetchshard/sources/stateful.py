@@ -18,14 +18,16 @@ class StatePair:
         get: returns the state, which the source may go on changing.
         put: takes such a state.
         owner: whose methods they are.
+        reader: what is read once the state is in place; None: the source as always.
     """
 
-    __slots__ = ("_get", "_owner", "_put")
+    __slots__ = ("_get", "_owner", "_put", "_reader")
 
-    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], owner: str) -> None:
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], owner: str, reader: Any = None) -> None:
         self._get = get
         self._put = put
         self._owner = owner
+        self._reader = reader
 
     def snapshot(self) -> bytes:
         """The state as it is now, packed.
@@ -40,18 +42,28 @@ class StatePair:
                 f"{error} (from {self._owner}). With snapshot_every=None the loader does without the source's state, and goes on by reading again"
             ) from None
 
-    def restore(self, snapshot: bytes) -> None:
-        """Put the source where it was when the snapshot was taken."""
+    def restore(self, snapshot: bytes) -> Any:
+        """Put the source where it was when the snapshot was taken. Returns the iterator to go on with; None: the one of the source."""
         self._put(unpack_snapshot(snapshot))
+        return self._reader
 
 
 def find_pair(source: Any) -> StatePair | None:
     """The two methods, where the source has both of a pair."""
+    node = source if _is_node(source) else getattr(source, "root", None)
+    if _is_node(node):
+        # A torchdata.nodes.Loader begins anew when it is put where its data ended; the node inside it stays at the end, as it must here.
+        return StatePair(node.state_dict, node.reset, f"{type(source).__qualname__}.state_dict", node)
     for get_name, put_name in _PAIRS:
         get, put = getattr(source, get_name, None), getattr(source, put_name, None)
         if callable(get) and callable(put):
             return StatePair(get, put, f"{type(source).__qualname__}.{get_name}")
     return None
+
+
+def _is_node(source: Any) -> bool:
+    """Whether it is a node of torchdata, which takes its state with `reset`."""
+    return all(callable(getattr(source, name, None)) for name in ("__next__", "get_state", "next", "reset", "state_dict"))
 
 
 def refuse_snapshot(source: Any) -> StateError:

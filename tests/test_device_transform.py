@@ -1,0 +1,300 @@
+"""`device_transform`: jitted once, on the devices, dispatched and handed on unfinished (laws 9 and 11)."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import prefetchshard as ps
+from consumers import Consume, batches, consumer, joined, values
+
+P = PartitionSpec
+sync = consumer("sync")
+IMAGES = np.arange(32 * 6, dtype=np.uint8).reshape(32, 6)
+
+
+def one_device() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+class Traced:
+    """Counts how often a function is traced."""
+
+    def __init__(self, function: Any) -> None:
+        self.times = 0
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.times += 1
+        return self.function(*args, **kwargs)
+
+
+def scaled(batch: Any) -> Any:
+    return {"x": batch["x"].astype(jnp.bfloat16) / 255}
+
+
+def test_uint8_becomes_bfloat16_on_the_devices(S: NamedSharding, consume: Consume) -> None:
+    loader = ps.Loader({"x": IMAGES}, S, batch_size=8, device_transform=scaled)
+    seen = consume(loader)
+    assert np.array_equal(joined(seen, lambda b: b["x"]), (IMAGES.astype(jnp.bfloat16) / 255).astype(jnp.bfloat16))
+    for batch in batches(seen):
+        assert batch["x"].dtype == jnp.bfloat16
+        assert batch["x"].sharding.is_equivalent_to(S, 2)
+    assert loader.stats().bytes == IMAGES.nbytes, "what is transferred are the small bytes"
+
+
+def test_it_is_traced_once_for_a_signature(S: NamedSharding) -> None:
+    function = Traced(scaled)
+    loader = ps.Loader({"x": IMAGES}, S, batch_size=8, device_transform=function, epochs=3)
+    sync(loader)
+    sync(loader)
+    assert function.times == 1
+    varying = Traced(lambda batch: batch * 2)
+    got = sync(ps.Loader([np.ones(8), np.ones(16), np.ones(8), np.ones(16)], S, device_transform=varying, narrow="allow"))
+    assert [len(batch) for batch in batches(got)] == [8, 16, 8, 16]
+    assert varying.times == 2
+
+
+def test_one_signature_under_pad_and_drop(S: NamedSharding) -> None:
+    for remainder in ("pad", "drop"):
+        function = Traced(lambda batch: batch)
+        sync(ps.Loader({"x": IMAGES[:30]}, S, batch_size=8, remainder=remainder, device_transform=function, epochs=2))
+        assert function.times == 1
+
+
+def test_any_structure_may_come_out(S: NamedSharding) -> None:
+    class Out(NamedTuple):
+        image: Any
+        total: Any
+
+    def change(batch: Any) -> Any:
+        return Out(batch["x"], [batch["x"].astype(jnp.float32).sum(), {"none": None, "first": batch["x"][0]}])
+
+    loader = ps.Loader({"x": IMAGES}, S, batch_size=8, device_transform=change)
+    for i, batch in enumerate(loader):
+        assert type(batch) is Out
+        rows = IMAGES[8 * i : 8 * i + 8]
+        assert float(batch.total[0]) == rows.sum(dtype=np.float32)
+        assert np.array_equal(batch.image, rows)
+        assert np.array_equal(batch.total[1]["first"], rows[0])
+    assert sorted(loader.spec()) == ["image", "total[0]", "total[1].first"]
+
+
+# -- spec
+
+
+def test_spec_shows_what_comes_out(S: NamedSharding) -> None:
+    for source, options in (({"x": IMAGES}, {"batch_size": 8}), (lambda: iter([{"x": IMAGES[:8]}] * 3), {})):
+        loader = ps.Loader(source, S, device_transform=scaled, **options)
+        leaf = loader.spec()["x"]
+        assert (leaf.shape, leaf.dtype, leaf.bytes_per_device) == ((8, 6), jnp.bfloat16, 12)
+        assert leaf.sharding.is_equivalent_to(S, 2)
+        assert len(sync(loader)) == (4 if options else 3), "no batch was lost by asking"
+
+
+# -- keys
+
+
+def noise(batch: Any, key: Any) -> Any:
+    return {"x": batch["x"], "noise": jax.random.normal(key, (8, 2)), "key": jax.random.key_data(key)}
+
+
+def keys_of(sharding: Any, **options: Any) -> list[list[int]]:
+    loader = ps.Loader({"x": IMAGES}, sharding, batch_size=8, device_transform=noise, **options)
+    return [np.asarray(batch["key"]).tolist() for batch in batches(sync(loader))]
+
+
+def test_a_step_has_one_key_on_any_devices(S: NamedSharding, R: NamedSharding) -> None:
+    want = sync(ps.Loader({"x": IMAGES}, one_device(), batch_size=8, device_transform=noise, epochs=2))
+    assert len({tuple(np.asarray(b["key"]).tolist()) for b in batches(want)}) == 8, "each step has its own"
+    explicit = NamedSharding(jax.make_mesh((4, 2), ("data", "model")), P("data"))
+    for sharding in (S, R, explicit, NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), P("data", "model"))):
+        got = sync(ps.Loader({"x": IMAGES}, sharding, batch_size=8, device_transform=noise, epochs=2, workers=3))
+        for a, b in zip(batches(got), batches(want), strict=True):
+            assert np.array_equal(a["key"], b["key"])
+            assert np.array_equal(a["noise"], b["noise"])
+
+
+def test_steps_go_on_over_epochs_and_runs(S: NamedSharding) -> None:
+    want = keys_of(S, epochs=4)
+    loader = ps.Loader({"x": IMAGES}, S, batch_size=8, device_transform=noise, epochs=2)
+    got = [np.asarray(batch["key"]).tolist() for _ in range(2) for batch in batches(sync(loader))]
+    assert got == want
+    again = iter(loader)
+    del again
+    gc.collect()
+    assert keys_of(S, epochs=1) == want[:4]
+
+
+def test_a_dropped_batch_uses_no_step(S: NamedSharding) -> None:
+    short = [{"x": IMAGES[:8]}, {"x": IMAGES[8:16]}, {"x": IMAGES[16:19]}]
+    for transform in (None, lambda batch: batch):
+        loader = ps.Loader(short, S, device_transform=noise, transform=transform, epochs=2)
+        assert [np.asarray(batch["key"]).tolist() for batch in batches(sync(loader))] == keys_of(S)
+
+
+def test_keys_depend_on_the_seed(S: NamedSharding) -> None:
+    seeds = (0, 1, 2**31, 2**32, 2**32 + 1, 2**63, 2**80)
+    firsts = [tuple(keys_of(S, seed=seed)[0]) for seed in seeds]
+    assert len(set(firsts)) == len(firsts)
+    with jax.enable_x64(True):
+        assert [tuple(keys_of(S, seed=seed)[0]) for seed in seeds] == firsts
+
+
+def test_key_is_asked_for_by_name_alone(S: NamedSharding) -> None:
+    def by_partial(batch: Any, scale: float, key: Any) -> Any:
+        return noise(batch, key)
+
+    class Object:
+        def __call__(self, batch: Any, *, key: Any) -> Any:
+            return noise(batch, key)
+
+    want = keys_of(S)
+    for function in (functools.partial(by_partial, scale=1.0), Object(), jax.jit(noise), lambda batch, key=None: noise(batch, key)):
+        loader = ps.Loader({"x": IMAGES}, S, batch_size=8, device_transform=function)
+        assert [np.asarray(batch["key"]).tolist() for batch in batches(sync(loader))] == want
+    loader = ps.Loader(IMAGES, S, batch_size=8, device_transform=lambda key: key + 1)
+    with pytest.raises(TypeError):
+        sync(loader)
+
+
+# -- donation
+
+
+def test_donation_warns_of_nothing_and_hurts_nobody(S: NamedSharding) -> None:
+    source = np.arange(64, dtype=np.float32).reshape(32, 2)
+    kept = source.copy()
+    functions: list[Any] = [
+        lambda b: b,
+        lambda b: {"x": b["x"] + 1},
+        lambda b: {"x": b["x"] + 1, "y": b["x"] * 2, "z": b["x"]},
+        lambda b: {"x": b["x"].T},
+        lambda b: {"x": b["x"].sum()},
+        lambda b: {"x": b["x"].reshape(-1)},
+        lambda b: {"x": jnp.zeros((8, 2), jnp.float32)},
+        lambda b: {"x": jax.lax.with_sharding_constraint(b["x"] + 1, NamedSharding(S.mesh, P()))},
+    ]
+    device_arrays = [{"x": jnp.asarray(part)} for part in np.split(source, 4)]
+    for function in functions:
+        for made, options in (({"x": source}, {"batch_size": 8}), (device_arrays, {})):
+            got = [values(batch) for batch in batches(sync(ps.Loader(made, S, device_transform=function, epochs=2, **options)))]
+            want = [values(function({"x": jnp.asarray(part)})) for part in np.split(kept, 4) * 2]
+            assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
+    assert np.array_equal(source, kept)
+    assert all(np.array_equal(batch["x"], part) for batch, part in zip(device_arrays, np.split(kept, 4), strict=True))
+
+
+# -- with leaves on the host, masks, microbatches, explicit meshes
+
+
+def test_host_leaves_pass_through(S: NamedSharding, consume: Consume) -> None:
+    names = np.array([f"n{i}" for i in range(32)])
+
+    def moved(batch: Any) -> Any:
+        return {"inner": (batch["x"] * 2, batch["name"])}
+
+    function = Traced(moved)
+    loader = ps.Loader({"x": IMAGES, "name": names}, {"x": S, "name": ps.HOST}, batch_size=8, device_transform=function)
+    seen = consume(loader)
+    assert [name for batch in batches(seen) for name in batch["inner"][1]] == names.tolist()
+    assert np.array_equal(joined(seen, lambda b: b["inner"][0]), IMAGES * 2)
+    assert function.times == 1
+    left_out = ps.Loader({"x": IMAGES, "name": names}, {"x": S, "name": ps.HOST}, batch_size=8, device_transform=lambda b: b["x"])
+    assert np.array_equal(joined(sync(left_out)), IMAGES)
+
+
+def test_nothing_but_host_leaves(consume: Consume) -> None:
+    loader = ps.Loader({"name": np.array(list("abcdefgh"))}, ps.HOST, batch_size=4, device_transform=lambda batch: batch)
+    assert [batch["name"].tolist() for batch in batches(consume(loader))] == [list("abcd"), list("efgh")]
+
+
+def test_the_mask_is_there(S: NamedSharding) -> None:
+    def mean(batch: Any) -> Any:
+        return {"sum": (batch["x"][:, 0] * batch["mask"]).astype(jnp.float32).sum(), "rows": batch["mask"].sum()}
+
+    loader = ps.Loader({"x": IMAGES[:30]}, S, batch_size=8, remainder="pad", device_transform=mean)
+    total = [(float(b["sum"]), int(b["rows"])) for b in batches(sync(loader))]
+    assert sum(part for part, _ in total) == IMAGES[:30, 0].sum()
+    assert [rows for _, rows in total] == [8, 8, 8, 6]
+    loader = ps.Loader(IMAGES[:30], S, batch_size=8, remainder="pad", device_transform=lambda both: {"x": both[0], "valid": both[1]})
+    assert joined(sync(loader), lambda b: b["valid"]).sum() == 30
+
+
+def test_it_sees_the_microbatches(S: NamedSharding) -> None:
+    def shapes(batch: Any) -> Any:
+        assert batch["x"].shape == (2, 8, 6)
+        return {"x": batch["x"].astype(jnp.float32), "sums": batch["x"].sum((1, 2))}
+
+    for batch in batches(sync(ps.Loader({"x": IMAGES}, S, batch_size=16, microbatches=2, device_transform=shapes))):
+        assert batch["x"].shape == (2, 8, 6)
+        assert batch["sums"].shape == (2,)
+
+
+@pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
+def test_explicit_and_auto_meshes(axis_type: str, consume: Consume) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, axis_type),) * 2)
+    sharding = NamedSharding(mesh, P("data"))
+    loader = ps.Loader({"x": IMAGES}, sharding, batch_size=8, device_transform=noise, remainder="pad")
+    seen = consume(loader)
+    assert np.array_equal(joined(seen, lambda b: b["x"]), IMAGES)
+    assert all(batch["x"].sharding.is_equivalent_to(sharding, 2) for batch in batches(seen))
+    with jax.set_mesh(mesh):
+        constrained = ps.Loader(
+            {"x": IMAGES}, P("data"), batch_size=8, device_transform=lambda b: jax.lax.with_sharding_constraint(b["x"] + 1, P("data"))
+        )
+        assert np.array_equal(joined(consume(constrained)), IMAGES + 1)
+
+
+# -- law 11
+
+
+def test_a_batch_is_handed_on_before_its_transform_is_done(S: NamedSharding, consume: Consume) -> None:
+    """The device waits for this test inside the function, and the consumer has its batch all the same."""
+    may_end = threading.Event()
+    ended: list[bool] = []
+
+    def held(x: Any) -> Any:
+        ended.append(may_end.wait(30))
+        return np.asarray(x)
+
+    def slow(batch: Any) -> Any:
+        return jax.pure_callback(held, jax.ShapeDtypeStruct(batch.shape, batch.dtype), batch)
+
+    with ps.Loader(iter([IMAGES[:8]]), one_device(), device_transform=slow) as loader:
+        try:
+            ((batch, _),) = consume(loader, 1)
+            assert not ended
+            assert not batch.is_ready()
+        finally:
+            may_end.set()
+        assert np.array_equal(batch, IMAGES[:8])
+        assert ended == [True]
+
+
+def test_what_it_raises_comes_after_the_good_batches(S: NamedSharding, consume: Consume) -> None:
+    class Bad(Exception):
+        pass
+
+    def picky(batch: Any) -> Any:
+        if batch.shape[0] == 16:
+            raise Bad("sixteen")
+        return batch
+
+    def source() -> Iterator[np.ndarray]:
+        yield from (IMAGES[:8], IMAGES[:8], IMAGES[:16])
+
+    iterator = iter(ps.Loader(source(), S, device_transform=picky))
+    assert len(consume(iterator, 2)) == 2
+    with pytest.raises(Bad, match="sixteen") as caught:
+        consume(iterator)
+    assert any("batch 2" in note for note in caught.value.__notes__)

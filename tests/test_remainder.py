@@ -1,0 +1,525 @@
+"""What becomes of a last batch that is not full, for every kind of source (C25, C26, C28)."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import prefetchshard as ps
+from consumers import Consume, consumer, joined, places
+
+P = PartitionSpec
+sync = consumer("sync")
+
+
+def x(rows: int) -> np.ndarray:
+    return np.arange(rows, dtype=np.float32)
+
+
+class Dataset:
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+async def asynchronously(items: list[Any]) -> AsyncIterator[Any]:
+    for item in items:
+        yield item
+
+
+BY_ROWS: dict[str, Callable[[int], Any]] = {
+    "arrays": lambda rows: {"x": x(rows)},
+    "dataset": lambda rows: Dataset([{"x": value} for value in x(rows)]),
+    "generator": lambda rows: ({"x": value} for value in x(rows)),
+    "async generator": lambda rows: asynchronously([{"x": value} for value in x(rows)]),
+}
+HOOKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "transform": {"transform": lambda example: {"x": example["x"]}},
+    "collate": {
+        "transform": lambda example: {"x": example["x"]},
+        "collate": lambda examples: {"x": np.stack([example["x"] for example in examples])},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", BY_ROWS)
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_drop_pad_and_error_by_rows(kind: str, hooks: str, S: NamedSharding) -> None:
+    options = {"batch_size": 8, "workers": 3, **HOOKS[hooks]}
+    source = BY_ROWS[kind]
+
+    loader = ps.Loader(source(19), S, **options)
+    seen = sync(loader)
+    assert joined(seen, lambda b: b["x"]).tolist() == list(range(16))
+    assert places(seen) == [(0, 0, 1, 8, False), (0, 1, 2, 16, True)]
+    assert (loader.stats().rows, loader.stats().dropped_rows, loader.stats().padded_rows) == (16, 3, 0)
+
+    loader = ps.Loader(source(19), S, remainder="pad", **options)
+    seen = sync(loader)
+    assert [np.asarray(b["x"]).tolist() for b, _ in seen][2] == [16, 17, 18, 0, 0, 0, 0, 0]
+    assert joined(seen, lambda b: b["mask"]).tolist() == [True] * 19 + [False] * 5
+    assert places(seen) == [(0, 0, 1, 8, False), (0, 1, 2, 16, False), (0, 2, 3, 19, True)]
+    assert (loader.stats().rows, loader.stats().dropped_rows, loader.stats().padded_rows) == (19, 0, 5)
+
+    with pytest.raises(ValueError, match=r"19 rows.*batch_size=8.*remainder='error'") as caught:
+        sync(ps.Loader(source(19), S, remainder="error", **options))
+    assert type(caught.value) is (ps.ConfigError if kind in ("arrays", "dataset") else ps.BatchError)
+
+
+@pytest.mark.parametrize("kind", BY_ROWS)
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_a_full_last_batch_adds_nothing(kind: str, hooks: str, S: NamedSharding) -> None:
+    for remainder in ("drop", "pad", "error"):
+        loader = ps.Loader(BY_ROWS[kind](16), S, batch_size=8, remainder=remainder, **HOOKS[hooks])
+        seen = sync(loader)
+        assert joined(seen, lambda b: b["x"]).tolist() == list(range(16))
+        assert [p.ends_epoch for _, p in seen] == [False, True]
+        assert (loader.stats().dropped_rows, loader.stats().padded_rows) == (0, 0)
+        if remainder == "pad":
+            assert joined(seen, lambda b: b["mask"]).all()
+
+
+@pytest.mark.parametrize("kind", BY_ROWS)
+def test_fewer_rows_than_a_batch_and_none_at_all(kind: str, S: NamedSharding, consume: Consume) -> None:
+    source = BY_ROWS[kind]
+    for rows in (5, 1, 0):
+        loader = ps.Loader(source(rows), S, batch_size=8)
+        assert consume(loader) == []
+        assert loader.stats().dropped_rows == rows
+        seen = consume(ps.Loader(source(rows), S, batch_size=8, remainder="pad"))
+        assert [(np.asarray(b["x"]).tolist(), np.asarray(b["mask"]).tolist()) for b, _ in seen] == (
+            [([*range(rows), *[0.0] * (8 - rows)], [True] * rows + [False] * (8 - rows))] if rows else []
+        )
+        assert places(seen) == ([(0, 0, 1, rows, True)] if rows else [])
+
+
+# -- batches of the source's own making
+
+
+def whole(*rows: int) -> list[dict[str, np.ndarray]]:
+    """Batches of so many rows each, numbered through."""
+    ends = np.cumsum(rows)
+    return [{"x": x(int(end))[int(end) - n :], "scale": np.float32(3)} for end, n in zip(ends, rows, strict=True)]
+
+
+BY_BATCHES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "dataset": Dataset,
+    "generator": lambda batches: (batch for batch in batches),
+    "async generator": asynchronously,
+    "factory": lambda batches: lambda: iter(batches),
+}
+BY_HAND: dict[str, dict[str, Any]] = {"plain": {}, "by workers": {"transform": lambda batch: batch}}
+whole_sources = pytest.mark.parametrize("kind", BY_BATCHES)
+ways = pytest.mark.parametrize("way", BY_HAND)
+
+
+@whole_sources
+@ways
+def test_a_short_last_batch(kind: str, way: str, S: NamedSharding) -> None:
+    source, options = BY_BATCHES[kind], {"workers": 3, **BY_HAND[way]}
+
+    loader = ps.Loader(source(whole(8, 8, 3)), {"x": S, "scale": None}, **options)
+    seen = sync(loader)
+    assert joined(seen, lambda b: b["x"]).tolist() == list(range(16))
+    assert places(seen) == [(0, 0, 1, 8, False), (0, 1, 2, 16, True)]
+    assert (loader.stats().rows, loader.stats().dropped_rows) == (16, 3)
+
+    loader = ps.Loader(source(whole(8, 8, 3)), {"x": S, "scale": None}, remainder="pad", **options)
+    seen = sync(loader)
+    assert [np.asarray(b["x"]).tolist() for b, _ in seen][2] == [16, 17, 18, 0, 0, 0, 0, 0]
+    assert joined(seen, lambda b: b["mask"]).tolist() == [True] * 19 + [False] * 5
+    assert [float(b["scale"]) for b, _ in seen] == [3, 3, 3]
+    assert places(seen) == [(0, 0, 1, 8, False), (0, 1, 2, 16, False), (0, 2, 3, 19, True)]
+    assert (loader.stats().rows, loader.stats().padded_rows) == (19, 5)
+
+    iterator = iter(ps.Loader(source(whole(8, 8, 3)), {"x": S, "scale": None}, remainder="error", **options))
+    assert len(sync(iterator, 2)) == 2
+    with pytest.raises(ps.BatchError, match=r"last batch is 5 rows shorter.*remainder='error'"):
+        next(iterator)
+
+
+@whole_sources
+@ways
+def test_a_short_batch_in_the_middle(kind: str, way: str, S: NamedSharding) -> None:
+    source, options = BY_BATCHES[kind], {"workers": 3, **BY_HAND[way]}
+    for remainder in ("drop", "error"):
+        seen = sync(ps.Loader(source(whole(16, 8, 16)), {"x": S, "scale": None}, remainder=remainder, **options))
+        assert [len(b["x"]) for b, _ in seen] == [16, 8, 16]
+        assert places(seen) == [(0, 0, 1, 16, False), (0, 1, 2, 24, False), (0, 2, 3, 40, True)]
+    seen = sync(ps.Loader(source(whole(16, 5, 16)), {"x": S, "scale": None}, remainder="pad", **options))
+    assert [int(np.asarray(b["mask"]).sum()) for b, _ in seen] == [16, 5, 16]
+    assert places(seen) == [(0, 0, 1, 16, False), (0, 1, 2, 21, False), (0, 2, 3, 37, True)]
+
+
+@whole_sources
+@ways
+def test_a_longer_batch_stays_as_it_is(kind: str, way: str, S: NamedSharding) -> None:
+    source, options = BY_BATCHES[kind], {"workers": 3, **BY_HAND[way]}
+    for remainder in ("drop", "error", "pad"):
+        seen = sync(ps.Loader(source(whole(8, 24, 16)), {"x": S, "scale": None}, remainder=remainder, **options))
+        assert joined(seen, lambda b: b["x"]).tolist() == list(range(48))
+        assert [len(b["x"]) for b, _ in seen] == [8, 24, 16]
+        if remainder == "pad":
+            assert [np.asarray(b["mask"]).tolist() for b, _ in seen] == [[True] * 8, [True] * 24, [True] * 16]
+
+
+@whole_sources
+@ways
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_the_steps_are_numbered_through_the_epochs(kind: str, way: str, remainder: Any, S: NamedSharding) -> None:
+    source = BY_BATCHES[kind](whole(8, 8, 3))
+    if kind in ("generator", "async generator"):
+        source = (lambda: BY_BATCHES[kind](whole(8, 8, 3))) if kind == "generator" else lambda: asynchronously(whole(8, 8, 3))
+    loader = ps.Loader(source, {"x": S, "scale": None}, epochs=3, remainder=remainder, workers=3, **BY_HAND[way])
+    seen, again = sync(loader), sync(loader)
+    each = 2 if remainder == "drop" else 3
+    rows = [8, 16, 19][:each]
+    want = [(e, each * e + i, i + 1, rows[i], i == each - 1) for e in range(6) for i in range(each)]
+    assert places(seen) + places(again) == want
+    assert loader.stats().dropped_rows == (9 if remainder == "drop" else 0)
+
+
+def test_a_short_batch_that_is_ready_before_the_first_one_is_still_padded(S: NamedSharding) -> None:
+    """What is short is told by the first batch, not by the one that a worker happens to be done with first."""
+    last_is_done = threading.Event()
+
+    class Batches(Dataset):
+        def __getitem__(self, index: int) -> Any:
+            if index == 0:
+                assert last_is_done.wait(30)
+            return self.items[index]
+
+    def transform(batch: Any) -> Any:
+        if len(batch["x"]) == 3:
+            last_is_done.set()
+        return batch
+
+    seen = sync(ps.Loader(Batches(whole(8, 3)), {"x": S, "scale": None}, transform=transform, workers=2, remainder="pad"))
+    assert [int(np.asarray(b["mask"]).sum()) for b, _ in seen] == [8, 3]
+
+
+def test_one_worker_and_many_short_batches_do_not_wait_for_each_other(S: NamedSharding) -> None:
+    seen = sync(ps.Loader(iter(whole(16, 8, 8, 8, 8, 8)), {"x": S, "scale": None}, transform=lambda b: b, workers=1))
+    assert [len(b["x"]) for b, _ in seen] == [16, 8, 8, 8, 8]
+
+
+def test_an_epoch_that_is_short_as_a_whole(S: NamedSharding) -> None:
+    """The first batch of the run tells, so an epoch may be nothing but a remainder."""
+    epochs = [whole(8), whole(3), whole(8, 8)]
+    loader = ps.Loader(lambda epoch: iter(epochs[epoch]), {"x": S, "scale": None}, epochs=3)
+    assert places(sync(loader)) == [(0, 0, 1, 8, True), (2, 1, 1, 8, False), (2, 2, 2, 16, True)]
+    assert loader.stats().dropped_rows == 3
+
+
+# -- the mask
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_one_signature_for_jit_over_all_epochs(remainder: Any, S: NamedSharding) -> None:
+    for source, options in (
+        ({"x": x(19)}, {"batch_size": 8}),
+        (lambda: ({"x": value} for value in x(19)), {"batch_size": 8, "transform": lambda e: e}),
+        ([{"x": part} for part in np.split(x(19), [8, 16])], {}),
+        (lambda: ({"x": part} for part in np.split(x(19), [8, 16])), {"transform": lambda b: b}),
+    ):
+        step = jax.jit(lambda batch: jax.tree.map(lambda leaf: leaf.sum(), batch))
+        for batch, _ in sync(ps.Loader(source, S, epochs=3, remainder=remainder, **options)):
+            step(batch)
+        assert step._cache_size() == 1
+
+
+SHARDINGS: dict[str, Callable[[], Any]] = {
+    "rows over all": lambda: NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P("data")),
+    "rows and columns": lambda: NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), P("data", "model")),
+    "rows over two axes": lambda: NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), P(("data", "model"))),
+    "replicated": lambda: NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P()),
+    "columns": lambda: NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), P(None, "model")),
+    "one device": lambda: jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+    "an explicit mesh": lambda: NamedSharding(jax.make_mesh((8,), ("data",)), P("data")),
+}
+
+
+@pytest.mark.parametrize("place", SHARDINGS)
+def test_the_mask_is_placed_like_the_rows(place: str) -> None:
+    sharding = SHARDINGS[place]()
+    for batch, position in sync(ps.Loader({"x": np.ones((19, 4), np.float32)}, sharding, batch_size=8, remainder="pad")):
+        mask = batch["mask"]
+        assert (mask.shape, mask.dtype, mask.committed) == ((8,), bool, True)
+        assert np.asarray(mask).tolist() == [True] * (position.rows - position.first_row) + [False] * (
+            8 - position.rows + position.first_row
+        )
+        for device, (rows, *_) in batch["x"].sharding.devices_indices_map((8, 4)).items():
+            assert mask.sharding.devices_indices_map((8,))[device] == (rows,)
+
+
+def test_the_mask_has_the_name_that_was_chosen(S: NamedSharding) -> None:
+    batches = [b for b, _ in sync(ps.Loader({"x": x(10), "mask": x(10)}, S, batch_size=8, remainder=ps.Pad(mask_key="valid")))]
+    assert [sorted(b) for b in batches] == [["mask", "valid", "x"]] * 2
+    assert np.asarray(batches[1]["mask"]).tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
+    assert np.asarray(batches[1]["valid"]).sum() == 2
+
+
+def test_a_name_that_is_taken_is_refused(S: NamedSharding) -> None:
+    with pytest.raises(ps.ConfigError, match=r"'mask'.*ps.Pad\(mask_key=...\)"):
+        ps.Loader({"x": x(10), "mask": x(10)}, S, batch_size=8, remainder="pad")
+    for source, options in (
+        (({"mask": value} for value in x(10)), {"batch_size": 8}),
+        ([{"mask": x(8)}], {}),
+        ({"x": x(10)}, {"batch_size": 8, "transform": lambda e: {"mask": e["x"]}}),
+    ):
+        with pytest.raises(ps.ConfigError, match=r"'mask'.*ps.Pad\(mask_key=...\)"):
+            sync(ps.Loader(source, S, remainder="pad", **options))
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize(
+    "container", [lambda v: v, lambda v: (v, v), lambda v: [v, v], lambda v: Pair(v, v)], ids=["one", "tuple", "list", "namedtuple"]
+)
+def test_other_containers_come_with_their_mask(container: Any, S: NamedSharding) -> None:
+    sources: list[tuple[Any, dict[str, Any]]] = [
+        ((container(value) for value in x(10)), {"batch_size": 8}),
+        ([container(x(8)), container(x(2))], {}),
+    ]
+    if not isinstance(container(0), list):
+        sources.append((container(x(10)), {"batch_size": 8}))
+    for source, options in sources:
+        seen = [b for b, _ in sync(ps.Loader(source, S, remainder="pad", **options))]
+        assert all(type(both) is tuple and len(both) == 2 for both in seen)
+        assert {jax.tree.structure(batch) for batch, _ in seen} == {jax.tree.structure(container(0))}
+        assert [np.asarray(mask).sum() for _, mask in seen] == [8, 2]
+
+
+def test_mappings_stay_what_they_are(S: NamedSharding) -> None:
+    source = collections.OrderedDict(b=x(10), a=x(10))
+    for made in (source, [collections.OrderedDict(b=x(8), a=x(8))]):
+        for batch, _ in sync(ps.Loader(made, S, batch_size=8 if made is source else None, remainder="pad")):
+            assert type(batch) is collections.OrderedDict
+            assert list(batch) == ["b", "a", "mask"]
+    assert list(source) == ["b", "a"]
+    for batch, _ in sync(ps.Loader([collections.defaultdict(int, x=x(8))], S, remainder="pad")):
+        assert type(batch) is collections.defaultdict
+
+
+def test_the_mask_of_batches_that_stay_on_the_host() -> None:
+    for batch, position in sync(ps.Loader({"x": x(10)}, ps.HOST, batch_size=8, remainder="pad")):
+        assert type(batch["mask"]) is np.ndarray
+        assert batch["mask"].tolist() == [True] * (8 if position.step == 0 else 2) + [False] * (0 if position.step == 0 else 6)
+
+
+def test_the_weighted_mean_is_exact(S: NamedSharding, consume: Consume) -> None:
+    total = count = 0.0
+    for batch, _ in consume(ps.Loader({"x": x(13)}, S, batch_size=8, remainder=ps.Pad(value=1000))):
+        total += float((batch["x"] * batch["mask"]).sum())
+        count += float(batch["mask"].sum())
+    assert total / count == x(13).mean()
+
+
+# -- what fills the padding rows
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int8", "uint8", "int32", "uint32", "float16", "float32", "complex64", "bfloat16", "float8_e4m3fn", "int4"],
+)
+def test_padding_is_zero_in_every_dtype(dtype: str, S: NamedSharding) -> None:
+    leaf = np.ones((10, 2), jnp.dtype(dtype))
+    for source, options in (
+        ({"x": leaf}, {"batch_size": 8}),
+        (({"x": row} for row in leaf), {"batch_size": 8}),
+        ([{"x": leaf[:8]}, {"x": leaf[8:]}], {}),
+        ([{"x": jnp.asarray(leaf[:8])}, {"x": jnp.asarray(leaf[8:])}], {}),
+    ):
+        (_, last) = (b for b, _ in sync(ps.Loader(source, S, remainder="pad", **options)))
+        assert last["x"].dtype == leaf.dtype
+        assert np.array_equal(np.asarray(last["x"]), np.concatenate([leaf[8:], np.zeros((6, 2), leaf.dtype)]))
+
+
+def test_keys_are_padded_with_valid_keys(S: NamedSharding) -> None:
+    keys = jax.random.split(jax.random.key(0), 10)
+    for source, options in ((({"k": key} for key in keys), {"batch_size": 8}), ([{"k": keys[:8]}, {"k": keys[8:]}], {})):
+        (_, last) = (b for b, _ in sync(ps.Loader(source, S, remainder="pad", **options)))
+        assert last["k"].dtype == keys.dtype
+        assert np.array_equal(jax.random.key_data(last["k"])[:2], jax.random.key_data(keys[8:]))
+        assert np.asarray(last["mask"]).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "want"),
+    [
+        (-1, "int32", -1),
+        (1.5, "float32", 1.5),
+        (True, "bool", True),
+        (7, "bfloat16", 7),
+        (float("nan"), "float32", None),
+        (0.1, "float16", 0.1),
+        (2.0, "int8", 2),
+    ],
+)
+def test_padding_of_a_chosen_value(value: Any, dtype: str, want: Any, S: NamedSharding) -> None:
+    leaf = np.ones(10, jnp.dtype(dtype))
+    for source, options in (({"x": leaf}, {"batch_size": 8}), ([{"x": leaf[:8]}, {"x": jnp.asarray(leaf[8:])}], {})):
+        (_, last) = (b for b, _ in sync(ps.Loader(source, S, remainder=ps.Pad(value=value), **options)))
+        padding = np.asarray(last["x"])[2:]
+        assert np.isnan(padding).all() if want is None else (padding == np.asarray(want).astype(leaf.dtype)).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (-1, "uint8"),
+        (300, "uint8"),
+        (-1, "uint32"),
+        (1.5, "int32"),
+        (float("nan"), "int32"),
+        (float("inf"), "int8"),
+        (-1, "bool"),
+        (2, "bool"),
+        (1e9, "float16"),
+        (9, "int4"),
+        (2**40, "int64"),
+    ],
+)
+def test_padding_that_does_not_fit_is_refused(value: Any, dtype: str, S: NamedSharding) -> None:
+    leaf = np.ones(10, jnp.dtype(dtype) if dtype != "int64" else np.int64)
+    with pytest.raises(ValueError, match=r"leaf x: ps.Pad\(value=.*does not fit dtype"):
+        ps.Loader({"x": leaf}, S, batch_size=8, remainder=ps.Pad(value=value))
+    sources: list[Any] = [[{"x": leaf[:8]}, {"x": leaf[8:]}]]
+    if dtype != "int64":
+        sources.append([{"x": jnp.asarray(leaf[:8])}, {"x": jnp.asarray(leaf[8:])}])
+    for source in sources:
+        with pytest.raises(ValueError, match=r"leaf x: ps.Pad\(value=.*does not fit dtype"):
+            sync(ps.Loader(source, S, remainder=ps.Pad(value=value)))
+
+
+@pytest.mark.parametrize("value", ["0", None, [0], 1j])
+def test_padding_is_a_number(value: Any) -> None:
+    with pytest.raises(ps.ConfigError, match="a number"):
+        ps.Pad(value=value)
+
+
+# -- leaves without rows
+
+
+def test_leaves_without_rows_are_left_alone(S: NamedSharding, R: NamedSharding) -> None:
+    batches = [{"x": x(8), "w": x(5), "s": 3, "k": jax.random.key(1)}, {"x": x(2), "w": x(5) + 1, "s": 4, "k": jax.random.key(2)}]
+    first, last = (b for b, _ in sync(ps.Loader(batches, {"x": S, "w": R, "s": None, "k": R}, remainder="pad")))
+    assert (np.asarray(last["w"]).tolist(), int(last["s"])) == ([1, 2, 3, 4, 5], 4)
+    assert jax.random.key_data(last["k"]).tolist() == jax.random.key_data(jax.random.key(2)).tolist()
+    assert [np.asarray(b["mask"]).sum() for b in (first, last)] == [8, 2]
+
+
+def test_host_leaves_of_examples_are_filled_up(S: NamedSharding) -> None:
+    names = [f"n{i}" for i in range(10)]
+    for source in (
+        {"x": x(10), "name": np.array(names)},
+        ({"x": value, "name": name} for value, name in zip(x(10), names, strict=True)),
+    ):
+        (_, last) = (b for b, _ in sync(ps.Loader(source, {"x": S, "name": ps.HOST}, batch_size=8, remainder="pad")))
+        assert list(last["name"]) == ["n8", "n9", *[""] * 6]
+
+
+# -- with collate
+
+
+def pack(examples: list[Any]) -> dict[str, np.ndarray]:
+    """Examples of a few tokens each, packed to rows of eight."""
+    tokens = np.concatenate([example["t"] for example in examples])
+    rows = -(-len(tokens) // 8)
+    return {"t": np.pad(tokens, (0, rows * 8 - len(tokens))).reshape(rows, 8)}
+
+
+def ragged(lengths: list[int]) -> Iterator[dict[str, np.ndarray]]:
+    for i, length in enumerate(lengths):
+        yield {"t": np.full(length, i + 1, np.int32)}
+
+
+def test_collate_that_packs(R: NamedSharding) -> None:
+    lengths = [8, 8, 8, 8, 8, 8, 5, 3, 8]  # 4, then 3 rows of the four examples, then the remainder
+    seen = sync(ps.Loader(ragged(lengths), R, batch_size=4, collate=pack))
+    assert [b["t"].shape for b, _ in seen] == [(4, 8), (3, 8)]
+    assert places(seen) == [(0, 0, 1, 4, False), (0, 1, 2, 8, True)]
+    loader = ps.Loader(ragged(lengths), R, batch_size=4, collate=pack, remainder="pad", workers=3)
+    seen = sync(loader)
+    assert [b["t"].shape for b, _ in seen] == [(4, 8)] * 3
+    assert [np.asarray(b["mask"]).tolist() for b, _ in seen] == [[True] * 4, [True] * 3 + [False], [True] + [False] * 3]
+    assert places(seen) == [(0, 0, 1, 4, False), (0, 1, 2, 8, False), (0, 2, 3, 9, True)]
+    assert loader.stats().rows == 9
+
+
+def test_collate_that_pads_to_varying_lengths(S: NamedSharding) -> None:
+    def widest(examples: list[Any]) -> dict[str, np.ndarray]:
+        width = max(len(example["t"]) for example in examples)
+        return {"t": np.stack([np.pad(example["t"], (0, width - len(example["t"]))) for example in examples])}
+
+    lengths = [1, 2, 3, 4, 5, 6, 7, 8, 2, 2, 2, 2, 2, 2, 2, 3, 4, 4]
+    for source in (ragged(lengths), Dataset(list(ragged(lengths)))):
+        seen = [b for b, _ in sync(ps.Loader(source, S, batch_size=8, collate=widest, remainder="pad"))]
+        assert [b["t"].shape for b in seen] == [(8, 8), (8, 3), (8, 4)]
+        assert np.asarray(seen[2]["t"]).tolist() == [[17] * 4, [18] * 4, *[[0] * 4] * 6]
+        assert [np.asarray(b["mask"]).sum() for b in seen] == [8, 8, 2]
+
+
+# -- sizes at the edge
+
+
+def test_a_batch_of_one_row_keeps_its_axis() -> None:
+    one = Mesh(np.array(jax.devices()[:1]), ("data",))
+    for source, options in (
+        (np.ones((3, 2), np.int8), {"batch_size": 1}),
+        ((row for row in np.ones((3, 2), np.int8)), {"batch_size": 1}),
+        ([np.ones((1, 2), np.int8)] * 3, {}),
+    ):
+        assert [(b.shape, b.dtype) for b, _ in sync(ps.Loader(source, one, **options))] == [((1, 2), np.int8)] * 3
+
+
+def test_one_device_takes_any_number_of_rows() -> None:
+    one = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), P("data"))
+    (batch,) = (b for b, _ in sync(ps.Loader([np.ones((5, 3))], one)))
+    assert batch.shape == (5, 3)
+    assert batch.devices() == {jax.devices()[0]}
+
+
+def test_a_batch_size_that_never_fits_is_refused_where_the_loader_is_made(S: NamedSharding) -> None:
+    both = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), P(("data", "model")))
+    data = NamedSharding(both.mesh, P("data"))
+    for source in (np.zeros((64, 2)), Dataset([np.zeros(2)] * 64), (row for row in np.zeros((64, 2)))):
+        for sharding, multiple in ((S, 8), (both, 8), (data, 4)):
+            with pytest.raises(ps.ConfigError, match=rf"batch_size=6.*multiple of {multiple}"):
+                ps.Loader(source, sharding, batch_size=6)
+
+
+def test_a_batch_that_does_not_fit_names_leaf_shape_spec_and_multiple(S: NamedSharding) -> None:
+    for remainder in ("drop", "error"):
+        with pytest.raises(ps.PlacementError, match=r"leaf img: shape \(19, 2\).*P\('data'\).*multiple of 8"):
+            sync(ps.Loader([{"img": np.zeros((19, 2))}], S, remainder=remainder))
+
+
+def test_values_stay_right_when_the_ring_is_used_again(S: NamedSharding) -> None:
+    """Large leaves come from memory that is used again, padding and all."""
+    rows = np.arange(20, dtype=np.float32)[:, None] * np.ones((1, 1 << 14), np.float32)
+    loader = ps.Loader({"x": rows}, S, batch_size=8, remainder="pad", epochs=6)
+    for i, batch in enumerate(loader):
+        start = i % 3 * 8
+        stop = min(start + 8, 20)
+        want = np.concatenate([rows[start:stop], np.zeros((8 - stop + start, 1 << 14), np.float32)])
+        assert np.array_equal(np.asarray(batch["x"]), want)
+        del batch

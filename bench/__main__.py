@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from bench import machine, measure, plot, table
@@ -15,7 +15,8 @@ from bench.data import Sizes
 from bench.loaders import LOADERS
 from bench.workloads import ABOUT, GROUPS, WORKLOADS
 
-DEFAULT_SECONDS = {"cpu": 2.0}  # else 4.0
+SECONDS = {"cpu": 2.0}
+SECONDS_ELSE = 3.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,33 +25,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         _list()
         return 0
-    try:
-        return _compare(options)
-    except KeyboardInterrupt:
-        return 130
-
-
-def _compare(options: argparse.Namespace) -> int:
-    entries = [LOADERS[name] for name in options.loaders]
     job: dict[str, Any] = {"devices": options.devices}
-    head = machine.header(job, entries, options.timeout)
-    seconds = options.seconds or DEFAULT_SECONDS.get(head["platform"], 4.0)
-    head |= {"workers": options.workers or max(2, min(16, head["cores"])), "seconds": seconds}
-    sizes = Sizes.choose(head["platform"], head["devices"], options.batch_mib, options.rows)
-    job |= {"devices": head["devices"], "sizes": dataclasses.asdict(sizes), "workers": head["workers"], "seconds": seconds}
-    head["sizes"] = job["sizes"]
+    head = machine.header(job, [LOADERS[name] for name in options.loaders], options.timeout)
+    seconds = options.seconds or SECONDS.get(head["platform"], SECONDS_ELSE)
+    sizes = dataclasses.asdict(Sizes.choose(head["platform"], head["devices"], options.batch_mib, options.rows))
+    head |= {"workers": options.workers or max(2, min(16, head["cores"])), "seconds": seconds, "sizes": sizes}
+    job |= {name: head[name] for name in ("devices", "sizes", "workers", "seconds")}
     records: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        file = stack.enter_context(open(options.json, "w")) if options.json else None
-        for record in (head, *_records(options, job)):
-            if file:
-                print(json.dumps(record), file=file, flush=True)
-            if record["record"] == "run":
-                records.append(record)
+    try:
+        _run_all(options, job, head, records)
+    except KeyboardInterrupt:
+        print("stopped: what was measured until then", file=sys.stderr)
+        _tell(options, head, records)
+        return 130
+    _tell(options, head, records)
+    return int(any(record["status"] in ("failed", "wrong") for record in records))
+
+
+def _run_all(options: argparse.Namespace, job: dict[str, Any], head: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """Adds to `records`, and to the file as soon as there is one more."""
+    with open(options.json or os.devnull, "w") as file:
+        print(json.dumps(head), file=file, flush=True)
+        for record in _records(options, job):
+            records.append(record)
+            print(json.dumps(record), file=file, flush=True)
+
+
+def _tell(options: argparse.Namespace, head: dict[str, Any], records: list[dict[str, Any]]) -> None:
     table.show(head, records)
     if options.plot:
         print(plot.save(options.plot, head, records))
-    return int(any(record["status"] in ("failed", "wrong") for record in records))
 
 
 def _records(options: argparse.Namespace, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -133,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: all; see --list",
     )
     add("--workers", type=_positive, metavar="N", help="threads or processes that each loader may read with (default: one a core, 2 to 16)")
-    add("--seconds", type=float, metavar="S", help="measured time of a run (default: 2 on CPUs, else 4)")
+    add("--seconds", type=float, metavar="S", help="measured time of a run (default: 2 on CPUs, else 3)")
     add("--devices", type=_positive, metavar="N", help="how many (default: all; on CPUs 8 virtual ones)")
     add("--batch-mib", type=float, metavar="M", help="images: MiB of a batch a device (default: 36.75, on CPUs 1.15)")
     add("--rows", type=_positive, metavar="N", help="images: rows in memory (default: 8192, on CPUs 1024)")

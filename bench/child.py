@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ KEPT = (0.0, 0.3, 0.6, 0.9)  # parts of the measured time after which a batch is
 
 def main() -> None:
     job, path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    faulthandler.dump_traceback_later(0.9 * job["timeout"])  # into the log, which is shown where there is no result in time
     use_devices(job["devices"])
     {"probe": probe, "calibrate": calibration, "run": run}[job["job"]](job, lambda result: path.write_text(json.dumps(result)))
 
@@ -94,8 +96,10 @@ class _Run:
         began = time.perf_counter()
         batches = self._loader.start(self._workload, self._place, self._job["workers"])
         loop = _Loop(batches, self._step, self._workload)
-        jax.block_until_ready(loop.take())
+        first_batch = jax.block_until_ready(next(batches))
         first = time.perf_counter() - began
+        loop.use(first_batch)
+        del first_batch
         warm_up = self._warm_up(loop)
         figures = self._timed(loop)
         figures["first_batch_seconds"] = first
@@ -161,6 +165,10 @@ class _Loop:
 
     def take(self) -> Any:
         batch = next(self._batches)
+        self.use(batch)
+        return batch
+
+    def use(self, batch: Any) -> None:
         result = self._step(batch)
         self.pacer.add(result)
         if self._keep_probes:
@@ -169,7 +177,6 @@ class _Loop:
             self._size = sum(leaf.nbytes for leaf in batch.values())
         self.bytes += self._size
         self.taken += 1
-        return batch
 
 
 def _close(batches: Iterator[Any]) -> float:

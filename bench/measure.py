@@ -34,7 +34,7 @@ def do(job: dict[str, Any], timeout: float) -> dict[str, Any]:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
         with log.open("w") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", "bench.child", json.dumps(job), str(result)],
+                [sys.executable, "-m", "bench.child", json.dumps({**job, "timeout": timeout}), str(result)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

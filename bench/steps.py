@@ -16,6 +16,7 @@ from bench.place import Place
 
 ON_THE_WAY = 2  # steps that may be dispatched and not done
 SIDE = 4096  # of the matrices
+LEAST_SLEEP = 2.0  # milliseconds: shorter ones are not what they say
 
 Step = Callable[[Any], Any]
 
@@ -95,7 +96,7 @@ def seconds_alone(step: Step, batch: Any, repeats: int = 20) -> float:
 def calibrate(workload: Workload, place: Place, milliseconds: float | None) -> dict[str, Any]:
     """What "compute" must be for a step of so many milliseconds; by default 6.6 on an accelerator, 1.5 times a batch's loading on CPUs."""
     if place.platform == "cpu":
-        return {"ms": milliseconds or round(1500 * _loading_seconds(workload, place), 2)}
+        return {"ms": milliseconds or max(LEAST_SLEEP, round(1500 * _loading_seconds(workload, place), 2))}
     batch = place.put(workload.make(0))
     short, long = (seconds_alone(make_step(workload, place, {"reps": reps}), batch, 10) for reps in (8, 40))
     return {"reps": max(1, round(8 + ((milliseconds or 6.6) / 1000 - short) / ((long - short) / 32)))}

@@ -397,9 +397,7 @@ def make_case(random: Random) -> Case:
     )
 
 
-def _options(
-    random: Random, kind: str, data: Data, sizes: list[int], batch_size: int, pieces: int
-) -> dict[str, Any]:
+def _options(random: Random, kind: str, data: Data, sizes: list[int], batch_size: int, pieces: int) -> dict[str, Any]:
     options: dict[str, Any] = {"depth": int(random.integers(1, 5)), "epochs": int(random.integers(1, 4))}
     options["remainder"] = ps.Pad(value=int(random.integers(0, 2))) if random.random() < 0.5 and kind != "lengths" else "drop"
     if not sizes and data.length % batch_size == 0 and random.random() < 0.5:

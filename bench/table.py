@@ -1,19 +1,22 @@
-"""The runs as tables of text; with rich where it is installed and the output is a terminal."""
+"""The runs as tables of text; drawn by rich where it is installed and the output is a wide terminal."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from statistics import median
 from typing import Any
 
 COLUMNS = ("loader", "GB/s", "samples/s", "batches/s", "ms/batch", "step/alone", "CPU s/GB", "RSS MB", "added MB", "first ms", "values")
+WIDTH = 120  # that rich needs for all columns
 Record = dict[str, Any]
 
 
 def show(head: Record, records: list[Record]) -> None:
     """Prints the header and a table a workload."""
-    rich = sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    wide = sys.stdout.isatty() and shutil.get_terminal_size().columns >= WIDTH
+    rich = wide and importlib.util.find_spec("rich") is not None
     print("\n".join(head_lines(head)))
     for workload in dict.fromkeys(record["workload"] for record in records):
         runs = summarise([record for record in records if record["workload"] == workload])
@@ -40,7 +43,7 @@ def head_lines(head: Record) -> list[str]:
 
 
 def summarise(records: list[Record]) -> list[Record]:
-    """One record a loader: of several runs the one with the median speed, with the slowest and the fastest beside it."""
+    """One record a loader: of several runs the one whose speed is nearest to their median; a run that went wrong stands for all."""
     runs = []
     for loader in dict.fromkeys(record["loader"] for record in records):
         same = [record for record in records if record["loader"] == loader]
@@ -50,7 +53,7 @@ def summarise(records: list[Record]) -> list[Record]:
             continue
         speeds = [record["batches_per_second"] for record in same]
         middle = min(same, key=lambda record: abs(record["batches_per_second"] - median(speeds)))
-        runs.append({**middle, "runs": len(same), "slowest": min(speeds) / median(speeds), "fastest": max(speeds) / median(speeds)})
+        runs.append({**middle, "runs": len(same), "slowest": min(speeds), "fastest": max(speeds)})
     return runs
 
 
@@ -84,7 +87,7 @@ def remarks(runs: list[Record]) -> list[str]:
         elif run["exit_code"]:
             lines.append(f"{run['loader']}: its process did not end well after the run, exit code {run['exit_code']}")
         if run.get("runs", 1) > 1:
-            lines.append(f"{run['loader']}: median of {run['runs']} runs, {100 * run['slowest']:.0f} to {100 * run['fastest']:.0f} % of it")
+            lines.append(f"{run['loader']}: of {run['runs']} runs, {run['slowest']:,.1f} to {run['fastest']:,.1f} batches/s")
     return lines
 
 

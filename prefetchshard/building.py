@@ -223,7 +223,7 @@ class Blueprint:
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
         inbox = new_queue(self._limits.slots, clock, held_until_release=True)
         outbox = new_queue(self._limits.depth, clock)
-        pace = Pace(self._limits.in_flight)
+        pace = Pace(self._limits.in_flight, waits_apart=self._device.platform != "cpu")
 
         def fit(plan: Plan) -> None:
             limits = self._fit(plan)

@@ -101,23 +101,29 @@ class Rules:
             rules += [i] * len(below)
         return Structure(self._prefix, trees, paths=tuple(paths), named=tuple(named), rules=tuple(rules))
 
-    def shardings(self, structure: Structure, shapes: Sequence[Shape], dtypes: Sequence[Any]) -> list[Placed]:
+    def shardings(
+        self, structure: Structure, shapes: Sequence[Shape], dtypes: Sequence[Any], refusals: Sequence[Exception | None] | None = None
+    ) -> list[Placed]:
         """Where each leaf goes.
 
         Args:
             structure: from `flatten`.
             shapes: global shape of each leaf; for a leaf on the host anything.
             dtypes: of each leaf, for callable rules.
+            refusals: what to raise for each leaf that does not stay on the host.
 
         Raises:
             PlacementError: a leaf does not fit; names path, shape, spec, mesh and the way out.
         """
         placed: list[Placed] = []
-        for path, named, i, shape, dtype in zip(structure.paths, structure.named, structure.rules, shapes, dtypes, strict=True):
+        for n, (path, named, i) in enumerate(zip(structure.paths, structure.named, structure.rules, strict=True)):
             rule = self._rules[i]
             if callable(rule):
-                rule, named = _ask(rule, self._scope, path, shape, dtype), True
-            placed.append(HOST if rule is HOST else fit(rule, path, shape, named=named))
+                rule, named = _ask(rule, self._scope, path, shapes[n], dtypes[n]), True
+            refusal = None if rule is HOST or refusals is None else refusals[n]
+            if refusal is not None:
+                raise refusal
+            placed.append(HOST if rule is HOST else fit(rule, path, shapes[n], named=named))
         return placed
 
     def on_host(self, structure: Structure) -> tuple[bool, ...]:

@@ -120,7 +120,7 @@ class Plan:
         self.layout = Layout(in_memory)
         self.packing = find_packing(self.layout, self.put_shapes, self.put_shardings)
         self.nbytes = self.layout.nbytes
-        plain = self.mask_index is None and len(self.staged) == len(leaves) and all(leaf.dtype == leaf.target for leaf in leaves)
+        plain = self.mask_index is None and len(self.staged) == len(leaves) > 0 and all(leaf.dtype == leaf.target for leaf in leaves)
         self._plain = [(leaf.shape, leaf.dtype) for leaf in leaves] if plain else None
 
     def is_plain_for(self, leaves: Sequence[Any]) -> bool:
@@ -372,13 +372,11 @@ class Planner:
 
     def _place(self, structure: Structure, leaves: list[Leaf]) -> None:
         shapes = [self._checked_shape(leaf) for leaf in leaves]
-        found = self.rules.shardings(structure, shapes, [leaf.target for leaf in leaves])
+        found = self.rules.shardings(structure, shapes, [leaf.target for leaf in leaves], [leaf.refusal for leaf in leaves])
         for leaf, sharding in zip(leaves, found, strict=True):
             leaf.sharding = sharding
             if sharding is HOST:
                 leaf.kind = Kind.HOST
-            elif leaf.refusal is not None:
-                raise leaf.refusal
 
     def _checked_shape(self, leaf: Leaf) -> Shape:
         """The global shape by which the sharding is checked: rows over all processes, those of one microbatch."""

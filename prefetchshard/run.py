@@ -23,7 +23,7 @@ from prefetchshard.clock import Clock
 from prefetchshard.errors import PrefetchWarning, StuckThreadWarning, UsedUpError
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.reading import Reader
-from prefetchshard.stages import HostQueue, Pace, Placer, ReadyQueue, transfer
+from prefetchshard.stages import HostQueue, Pace, Placer, ReadyQueue, transfer_bodies
 from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters, Stats
 
@@ -89,7 +89,8 @@ class Run:
         self._left: set[threading.Thread] = set()
         self._left_lock = threading.Lock()  # guards _left
         self._source_threads = [self._thread(name, body, context) for name, body in reader.bodies]
-        self.transfer_thread = self._thread("transfer", lambda: transfer(inbox, placer, outbox, meters, pace), context)
+        moving = transfer_bodies(inbox, placer, outbox, meters, pace)
+        self.transfer_threads = [self._thread(name, body, context) for name, body in moving]
 
     def _thread(self, name: str, body: Callable[[], None], context: JaxContext) -> threading.Thread:
         variables = contextvars.copy_context()
@@ -118,7 +119,7 @@ class Run:
         if _exiting:
             raise UsedUpError("the interpreter goes down: no run of a loader can start any more")
         _live.add(self)
-        threads = (*self._source_threads, self.transfer_thread)
+        threads = (*self._source_threads, *self.transfer_threads)
         try:
             for thread in threads:
                 thread.start()
@@ -184,7 +185,7 @@ class Run:
         """Tell the threads to end. Whether the caller should wait for them: not twice, and not from one of them."""
         self.closed = True
         self.cancel()
-        return not self._waited and self._pid == os.getpid() and threading.current_thread() not in (*self.in_source, self.transfer_thread)
+        return not self._waited and self._pid == os.getpid() and threading.current_thread() not in (*self.in_source, *self.transfer_threads)
 
     @property
     def in_source(self) -> list[threading.Thread]:
@@ -207,7 +208,7 @@ class Run:
         """Drop what is left. What there is to say of threads that were given up on, and of how the source closed."""
         self._waited = True
         self._clear()
-        left = [thread for thread in (*self.in_source, self.transfer_thread) if thread.is_alive()]
+        left = [thread for thread in (*self.in_source, *self.transfer_threads) if thread.is_alive()]
         failures, self._close_failures = self._close_failures, []
         found: list[Warning] = [PrefetchWarning(f"closing the source raised {type(f).__name__}: {f}") for f in failures]
         return [StuckThreadWarning("\n".join(map(_words, left))), *found] if left else found
@@ -224,11 +225,11 @@ def close_runs(runs: Sequence[Run], *, quietly: bool = False) -> None:
     """
     waiting = [run for run in runs if run.tell()]
     began = time.monotonic()
-    _join((thread for run in waiting for thread in (*run.in_source, run.transfer_thread)), began + GRACE_SECONDS)
+    _join((thread for run in waiting for thread in (*run.in_source, *run.transfer_threads)), began + GRACE_SECONDS)
     for run in waiting:
         run.close_source()
     _join((thread for run in waiting for thread in run.in_source), began + GIVE_UP_SECONDS)
-    _join((run.transfer_thread for run in waiting), time.monotonic() + TRANSFER_SECONDS)
+    _join((thread for run in waiting for thread in run.transfer_threads), time.monotonic() + TRANSFER_SECONDS)
     found = [warning for run in waiting for warning in run.finish()]
     for warning in () if quietly else found:
         warnings.warn(warning, stacklevel=3)
@@ -273,7 +274,7 @@ def _close_all() -> None:
     try:
         close_runs(runs, quietly=True)
     finally:  # Ctrl-C
-        _join((run.transfer_thread for run in runs), time.monotonic() + TRANSFER_SECONDS)
+        _join((thread for run in runs for thread in run.transfer_threads), time.monotonic() + TRANSFER_SECONDS)
 
 
 # Registered after JAX's own clean-up, so run before it: the transfer threads have left JAX when it goes down.

@@ -35,6 +35,7 @@ def sample_of(plan: Plan, memory: Memory | None, passed: dict[int, Any]) -> byte
 def _of_array(array: AnyArray, budget: int) -> bytes:
     if array.dtype.hasobject:
         return _of_objects(array)
+    array = np.asarray(array)  # of a masked array or a recarray, its numbers
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
     flat = array.reshape(-1).view(np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -24,15 +25,23 @@ _jnp: Any = jnp
 
 HostQueue: TypeAlias = BoundedQueue[HostBatch[Plan]]
 ReadyQueue: TypeAlias = BoundedQueue[PlacedBatch]
+FlightQueue: TypeAlias = "BoundedQueue[Flight]"
 
 
 class Pace:
-    """How many transfers may be on their way at once; what a batch takes may show that it must be fewer."""
+    """How transfers are made.
 
-    __slots__ = ("in_flight",)
+    Attributes:
+        in_flight: transfers that may be on their way at once; what a batch takes may show that it must be fewer.
+        waits_apart: whether one thread dispatches transfers and another waits for them, so that no wait delays the next dispatch. Not
+            where a transfer is done when its dispatch returns (the CPU backend): there a second thread is only one more hand-over.
+    """
 
-    def __init__(self, in_flight: int) -> None:
+    __slots__ = ("in_flight", "waits_apart")
+
+    def __init__(self, in_flight: int, *, waits_apart: bool) -> None:
         self.in_flight = in_flight
+        self.waits_apart = waits_apart
 
 
 class Flight:
@@ -161,6 +170,81 @@ def _device_leaf(plan: Plan, index: int, shape: tuple[int, ...], value: Any) -> 
     return value if value.shape == shape else _jnp.reshape(value, shape)
 
 
+def transfer_bodies(
+    inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meters, pace: Pace
+) -> list[tuple[str, Callable[[], None]]]:
+    """What the threads that call JAX do: a name and a function each."""
+    if not pace.waits_apart:
+        return [("transfer", lambda: transfer(inbox, placer, outbox, meters, pace))]
+    flights: FlightQueue = BoundedQueue(pace.in_flight, held_until_release=True)
+    return [("dispatch", lambda: dispatch(inbox, placer, flights, pace)), ("transfer", lambda: land(flights, placer, inbox, outbox, meters))]
+
+
+def dispatch(inbox: HostQueue, placer: Placer, flights: FlightQueue, pace: Pace) -> None:
+    """Dispatch the transfer of each host batch as it comes.
+
+    Args:
+        inbox: host batches, in order.
+        placer: does what has to do with devices.
+        flights: transfers on their way.
+        pace: how many may be on their way at once.
+    """
+    failure: BaseException | None = None
+    try:
+        while True:
+            flights.capacity = pace.in_flight
+            ticket = flights.reserve()
+            if ticket is None:
+                break
+            host = inbox.take_nowait() if inbox.wait_ready() else EMPTY
+            if host is EMPTY:
+                ticket.withdraw()
+                if inbox.is_over():
+                    break
+                continue
+            try:
+                ticket.send(_dispatch(placer, host))
+            except BaseException:
+                ticket.withdraw()
+                raise
+        failure = inbox.failure
+    except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+        failure = error
+        inbox.refuse()
+    flights.end(failure)
+    del failure  # its traceback holds this frame
+
+
+def land(flights: FlightQueue, placer: Placer, inbox: HostQueue, outbox: ReadyQueue, meters: Meters) -> None:
+    """Wait for each transfer, and hand on what is ready.
+
+    Args:
+        flights: transfers on their way, in order.
+        placer: does what has to do with devices.
+        inbox: where the host batches came from; their places are released when their transfers are ready.
+        outbox: ready batches.
+        meters: what is measured.
+    """
+    failure: BaseException | None = None
+    try:
+        while flights.wait_ready() and not outbox.cancelled:
+            flight = flights.take_nowait()
+            if flight is EMPTY:
+                continue
+            placed = _land(placer, flight, inbox, meters)
+            flights.release()
+            if not outbox.put(placed):
+                break
+        failure = flights.failure
+    except BaseException as error:  # noqa: BLE001 - as above
+        failure = error
+    flights.cancel()
+    inbox.cancel()
+    outbox.end(failure)
+    flights.clear()
+    del failure  # as above
+
+
 def transfer(inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meters, pace: Pace) -> None:
     """Move batches from the host to the devices until there are no more, or none is wanted.
 
@@ -209,12 +293,19 @@ def _noted(error: BaseException, host: HostBatch[Plan]) -> BaseException:
 
 
 def _deliver(placer: Placer, flying: deque[Flight], inbox: HostQueue, outbox: ReadyQueue, meters: Meters) -> bool:
-    flight = flying.popleft()
+    try:
+        placed = _land(placer, flying.popleft(), inbox, meters)
+    except BaseException:
+        flying.clear()  # none of them may come without this one
+        raise
+    return outbox.put(placed)
+
+
+def _land(placer: Placer, flight: Flight, inbox: HostQueue, meters: Meters) -> PlacedBatch:
     try:
         placed = placer.land(flight)
     except BaseException as error:  # noqa: BLE001 - raised again
-        flying.clear()  # none of them may come without this one
         raise _noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause
     inbox.release()
     meters.transfer_seconds += placed.ready_at - placed.dispatched_at
-    return outbox.put(placed)
+    return placed

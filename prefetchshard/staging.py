@@ -12,6 +12,7 @@ import math
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -47,9 +48,10 @@ class Layout:
         offsets: of every leaf where the whole batch is one piece of memory, the slab first.
         slot_bytes: of that piece.
         nbytes: of the leaves alone.
+        alike: how many leaves with memory of their own there are of each size in bytes.
     """
 
-    __slots__ = ("leaves", "nbytes", "offsets", "slab_bytes", "slot_bytes")
+    __slots__ = ("alike", "leaves", "nbytes", "offsets", "slab_bytes", "slot_bytes")
 
     def __init__(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> None:
         self.leaves: list[tuple[Shape, np.dtype[Any], int, int | None]] = []
@@ -61,6 +63,7 @@ class Layout:
             if small:
                 self.slab_bytes += -(-size // ALIGNMENT) * ALIGNMENT
         self.nbytes = sum(size for _, _, size, _ in self.leaves)
+        self.alike = Counter(size for _, _, size, offset in self.leaves if offset is None)
         self.offsets: list[int] = []
         end = self.slab_bytes
         for _, _, size, offset in self.leaves:
@@ -109,8 +112,9 @@ class _Views:
 class _Loan(weakref.ref[Any]):
     """Watches a buffer that was given away; brings its memory back."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("alike", "memory")
     memory: AnyArray
+    alike: int  # leaves of this size in its batch
 
 
 def aligned_bytes(nbytes: int) -> AnyArray:
@@ -138,7 +142,7 @@ class AliasedStaging:
     """The ring for the CPU backend: memory goes away with the batch and comes back when its last reference has died.
 
     Args:
-        capacity: free buffers kept of each size; beyond it returned memory is freed.
+        capacity: batches for which free buffers are kept; beyond it returned memory is freed.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -154,12 +158,12 @@ class AliasedStaging:
     def lease(self, layout: Layout) -> Memory:
         slab, start = aligned_slab(layout.slab_bytes)
         views = [
-            self._large(shape, dtype, size) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
+            self._large(shape, dtype, size, layout.alike[size]) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
             for shape, dtype, size, offset in layout.leaves
         ]
         return _Views(tuple(views), slab[start : start + layout.slab_bytes])
 
-    def _large(self, shape: Shape, dtype: np.dtype[Any], size: int) -> AnyArray:
+    def _large(self, shape: Shape, dtype: np.dtype[Any], size: int, alike: int) -> AnyArray:
         with self._lock:
             self._collect()
             free = self._free.get(size)
@@ -173,6 +177,7 @@ class AliasedStaging:
         buffer = (ctypes.c_uint8 * size).from_buffer(memory)  # pyright: ignore[reportArgumentType] - an ndarray exports a buffer
         loan = _Loan(buffer, self._back.put)
         loan.memory = memory
+        loan.alike = alike
         with self._lock:
             self._lent[id(loan)] = loan
         return np.ndarray(shape, dtype, buffer)
@@ -187,7 +192,7 @@ class AliasedStaging:
             self._lent.pop(id(loan), None)
             size = loan.memory.nbytes
             free = self._free.pop(size, [])
-            if len(free) < self._capacity:
+            if len(free) < self._capacity * loan.alike:
                 free.append(loan.memory)
             self._free[size] = free  # last in the dict: most recently used
             while len(self._free) > SIZES_KEPT:

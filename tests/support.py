@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -11,12 +13,14 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "prefetchshard"
 THREAD_PREFIX = "prefetchshard"
@@ -53,7 +57,13 @@ class Interrupts:
         self.armed = False
         self.count = 0
         self._seconds = seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send, args=(threading.get_ident(),), daemon=True)
         self._old: Any = None
+
+    def _send(self, to: int) -> None:
+        while not self._stop.wait(self._seconds):
+            signal.pthread_kill(to, signal.SIGUSR1)
 
     def _interrupt(self, *_: object) -> None:
         if self.armed:
@@ -62,14 +72,75 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Interrupts:
-        self._old = signal.signal(signal.SIGALRM, self._interrupt)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds, self._seconds)
+        self._old = signal.signal(signal.SIGUSR1, self._interrupt)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self._old)
+        self._stop.set()
+        self._thread.join()
+        signal.signal(signal.SIGUSR1, self._old)
+
+
+def at_every_step(prepare: Callable[[], object], function: Callable[[], T], disturb: Callable[[], object]) -> Iterator[T]:
+    """Calls `function` again and again, disturbing it before its first instruction, then before its second, and so on.
+
+    What `disturb` does stands for what another thread does there; `function` may hold no lock that it needs.
+    """
+    for _, answer in _disturbed(prepare, function, disturb, lambda last, now: True):
+        yield answer
+
+
+def interrupted_everywhere(prepare: Callable[[], object], function: Callable[[], object]) -> Iterator[None]:
+    """Calls `function` again and again, with Ctrl-C at the first place where the interpreter looks for signals, at the second, and so on."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    for interrupted, _ in _disturbed(prepare, function, interrupt, _looks_for_signals):
+        assert interrupted, "Ctrl-C was swallowed"
+        yield
+
+
+def _looks_for_signals(last: str, now: str) -> bool:
+    """Whether it does so between these two instructions (CPython 3.11 to 3.14)."""
+    return last in ("RESUME", "JUMP_BACKWARD") or (last.startswith(("CALL", "PRECALL")) and now != "CALL")
+
+
+def _disturbed(
+    prepare: Callable[[], object], function: Callable[[], T], disturb: Callable[[], object], is_place: Callable[[str, str], bool]
+) -> Iterator[tuple[bool, T | None]]:
+    for step in itertools.count():
+        places, last, was_disturbed = 0, "", False
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal places, last, was_disturbed
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                now = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+                if is_place(last, now):
+                    places += 1
+                    if places == step + 1:
+                        was_disturbed = True
+                        sys.settrace(None)
+                        disturb()
+                        return None
+                last = now
+            return trace
+
+        prepare()
+        answer, interrupted, old = None, False, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            answer = function()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(old)
+        if not was_disturbed:
+            return
+        yield interrupted, answer
 
 
 def loader_threads() -> list[threading.Thread]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetchshard.bounded_queue import EMPTY, BoundedQueue, Ticket
-from support import Interrupts, wait_until
+from support import Interrupts, at_every_step, interrupted_everywhere, wait_until
 
 
 class Thread(threading.Thread):
@@ -443,8 +442,32 @@ def test_a_finaliser_may_cancel_while_its_thread_is_inside_the_queue() -> None:
 # --- Ctrl-C
 
 
-def test_an_interrupted_take_loses_nothing() -> None:
-    """Ctrl-C again and again, at any instruction of `take_nowait`: each item comes once, and the bound stays."""
+@pytest.mark.parametrize("held", [False, True])
+def test_an_interrupted_take_loses_nothing(held: bool) -> None:
+    """Wherever Ctrl-C strikes: the item is there still, it holds its place, and who waited for room hears of the next room."""
+    queue = new()
+    sender: list[Thread] = []
+
+    def prepare() -> None:
+        nonlocal queue
+        queue = new(1, "a", held=held)
+        sender[:] = [Thread(lambda: queue.put("b"))]
+        wait_until(lambda: queue.stats().senders_waiting == 1)
+
+    places = 0
+    for _ in interrupted_everywhere(prepare, lambda: queue.take_nowait()):
+        places += 1
+        assert queue.take_nowait() == "a"
+        if held:
+            queue.release()
+        assert sender[0].returned() is True
+        assert queue.take_nowait() == "b"
+        assert queue.stats().taken == 2
+        assert queue.stats().held == held
+    assert places >= 3
+
+
+def test_ctrl_c_again_and_again_under_load() -> None:
     count = 20_000
     queue = new(2)
     sender = Thread(lambda: all(queue.put(i) for i in range(count)) and queue.end())
@@ -512,53 +535,41 @@ def test_nothing_is_lost_or_doubled_under_load(senders: int, receivers: int, cap
     assert queue.stats().held == 0
 
 
-@pytest.fixture
-def fast_switching() -> Iterator[None]:
-    """Threads take turns often."""
-    old = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(old)
+class Scene:
+    """A queue that is looked at while others act."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+        self.queue = new(2)
+
+    def prepare(self) -> None:
+        self.queue = new(2, *self.items)
+
+    def send_the_last(self) -> None:
+        self.queue.put("last")
+        self.queue.end()
 
 
-@pytest.mark.usefixtures("fast_switching")
 def test_the_last_item_is_not_lost_to_the_end() -> None:
-    """Over and over: a receiver that looks while the last item is sent and the end is said gets both."""
-    for _ in range(500):
-        queue: BoundedQueue[int] = BoundedQueue(1)
-        receiver = Thread(lambda queue=queue: receive_all(queue))
-        queue.put(1)
-        queue.end()
-        assert receiver.returned() == [1]
+    """A receiver that looks while the last item is sent and the end is said does not take it for the end."""
+    scene = Scene()
+    looks = list(at_every_step(scene.prepare, lambda: scene.queue.is_over(), scene.send_the_last))
+    assert len(looks) > 10
+    assert not any(looks)
 
 
-def receive_all(queue: BoundedQueue[int]) -> list[int]:
-    got: list[int] = []
-    while not queue.is_over():
-        item = queue.take_nowait()
-        if item is not EMPTY:
-            got.append(item)
-    return got
+def test_it_is_not_over_because_another_receiver_took_the_item() -> None:
+    scene = Scene("a")
+    looks = list(at_every_step(scene.prepare, lambda: scene.queue.is_over(), lambda: scene.queue.take_nowait()))
+    assert len(looks) > 10
+    assert not any(looks)
 
 
-@pytest.mark.usefixtures("fast_switching")
-def test_it_is_not_over_while_others_take() -> None:
-    """`is_over` looks once: an item that another receiver takes in between does not make it look ended."""
-    queue = new(1)
-    looked_over: list[bool] = []
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            looked_over.append(queue.is_over())
-
-    watcher = Thread(watch)
-    for i in range(5_000):
-        queue.put(i)
-        queue.take_nowait()
-    stop.set()
-    watcher.returned()
-    assert not any(looked_over)
+@pytest.mark.parametrize("look", [BoundedQueue.has_ready, BoundedQueue.peek_nowait, BoundedQueue.stats, repr])
+@pytest.mark.parametrize("act", [BoundedQueue.take_nowait, BoundedQueue.cancel, BoundedQueue.clear, BoundedQueue.end])
+def test_looks_bear_what_others_do_meanwhile(look: Callable[[Any], object], act: Callable[[Any], object]) -> None:
+    scene = Scene("a")
+    assert list(at_every_step(scene.prepare, lambda: look(scene.queue), lambda: act(scene.queue)))
 
 
 def test_its_words() -> None:

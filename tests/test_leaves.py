@@ -492,9 +492,10 @@ def mixed() -> dict[str, Any]:
 
 
 def test_scalars_and_none_in_a_batch(S: NamedSharding, R: NamedSharding) -> None:
-    for options in ({}, {"transform": lambda b: b}, {"remainder": "pad"}, {"device_transform": lambda b: b}):
+    options: list[dict[str, Any]] = [{}, {"transform": lambda b: b}, {"remainder": "pad"}, {"device_transform": lambda b: b}]
+    for some in options:
         for source in ([mixed()], iter([mixed()])):
-            (batch,) = ps.prefetch(source, S, **options)
+            (batch,) = ps.prefetch(source, S, **some)
             assert batch["opt"] is None
             dtypes = {"step": "int32", "lr": "float32", "flag": "bool", "zero": "float32", "one": "int8", "dev": "float32"}
             for name, dtype in dtypes.items():
@@ -502,8 +503,8 @@ def test_scalars_and_none_in_a_batch(S: NamedSharding, R: NamedSharding) -> None
                 assert batch[name].sharding.is_fully_replicated
                 assert float(batch[name]) == float(np.asarray(mixed()[name], dtype))
             assert batch["x"].sharding.is_equivalent_to(S, 2)
+    where = {"img": NamedSharding(S.mesh, PartitionSpec("data", None)), "lab": NamedSharding(S.mesh, PartitionSpec("data", None))}
     with pytest.raises(ps.PlacementError, match=r"leaf lab: shape \(8,\).*rank 1"):
-        where = {"img": NamedSharding(S.mesh, PartitionSpec("data", None)), "lab": NamedSharding(S.mesh, PartitionSpec("data", None))}
         next(iter(ps.prefetch([{"img": X, "lab": np.ones(8)}], where)))
     (batch,) = ps.prefetch([{"x": np.ones(8)}], {"x": None})
     assert batch["x"].sharding.is_equivalent_to(R, 1)

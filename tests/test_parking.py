@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prefetchshard.parking import Parking
-from support import wait_until
+from support import Interrupts, wait_until
 
 
 class Flag:
@@ -191,24 +191,21 @@ def test_a_finaliser_may_wake() -> None:
 
 def test_a_signal_handler_may_wake_the_thread_that_it_interrupts() -> None:
     flag = Flag()
-    old = signal.signal(signal.SIGALRM, lambda *_: flag.set())
+    old = signal.signal(signal.SIGUSR1, lambda *_: flag.set())
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        threading.Timer(0.02, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
         assert flag.wait(10)
     finally:
-        signal.signal(signal.SIGALRM, old)
+        signal.signal(signal.SIGUSR1, old)
 
 
 def test_an_interrupted_wait_leaves_nothing_behind() -> None:
     flag = Flag()
-    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
+    with Interrupts(0.01) as interrupts:
         for _ in range(3):
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
             with pytest.raises(KeyboardInterrupt):
+                interrupts.armed = True
                 flag.wait()
-    finally:
-        signal.signal(signal.SIGALRM, old)
     assert len(flag.parking) == 0
 
 

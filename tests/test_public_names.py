@@ -26,6 +26,8 @@ PUBLIC = {
     "from_this_loop",
     "make_mesh",
     "process_data_shard",
+    # where to go on
+    "LoaderState",
     # what it did
     "Stats",
     # what goes wrong

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from typing import Any
 
 from bench.data import Workload
@@ -43,12 +43,9 @@ class Entry:
         """Of the package, empty for loops written by hand."""
         if self.name == "prefetchshard":
             return importlib.import_module("prefetchshard").__version__
-        for _, package in self.needs:
-            try:
-                return version(package)
-            except PackageNotFoundError:
-                continue
-        return ""
+        installed = packages_distributions()
+        names = [name for module, _ in self.needs for name in installed.get(module.partition(".")[0], ())]
+        return version(names[-1]) if names else ""  # of several the last: a package of types or tools may share the module's name
 
     def load(self) -> Any:
         """Its file, with everything that it needs imported."""

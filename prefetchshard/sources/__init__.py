@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from prefetchshard.errors import ConfigError, PrefetchWarning
+from prefetchshard.faults import presentable
 from prefetchshard.sources.arrays import Arrays, find_arrays
 from prefetchshard.sources.asynchronous import AsyncStream, FromThisLoop
 from prefetchshard.sources.dataset import Dataset
@@ -47,7 +49,8 @@ def recognise(source: Any, *, batched: bool) -> Source:
                 "or wrap a single batch as a list: [batch]"
             )
         return arrays
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not _is_mapping(source):
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not _is_torch_iterable(source):
+        _refuse_columns(source)
         return Dataset(source)
     _warn_of_fork(source)
     return _stream(source, batched)
@@ -72,16 +75,36 @@ def _stream_of_epoch(made: Any, batched: bool) -> Stream:
     """What a factory returned for one epoch, read in order by one thread whatever it is."""
     if callable(made) and not any(hasattr(made, name) for name in ("__iter__", "__getitem__", "__aiter__")):
         raise ConfigError(f"the factory returned something callable ({type(made).__qualname__}), not a source")
+    if inspect.iscoroutine(made):
+        made.close()
+        raise ConfigError(
+            "the factory is an async function; make it an async generator, which yields, or one that returns such a generator"
+        )
     found = recognise(made, batched=batched)
-    if isinstance(found, Arrays):
-        return IterableStream(found.read(row) for row in range(found.length))
-    if isinstance(found, Dataset):
-        return IterableStream(found.read(row) for row in range(found.length))
-    return found
+    return IterableStream(_in_order(found)) if isinstance(found, (Arrays, Dataset)) else found
 
 
-def _is_mapping(source: Any) -> bool:
-    return isinstance(source, Mapping) or (hasattr(source, "keys") and not hasattr(source, "__getitems__"))
+def _in_order(source: Arrays | Dataset) -> Iterator[Any]:
+    for row in range(source.length):
+        try:
+            item = source.read(row)
+        except StopIteration as error:  # in a generator Python would make another error of it
+            raise presentable(error, "the dataset") from error
+        yield item
+
+
+def _refuse_columns(source: Any) -> None:
+    """Tables and the like have a length and are asked by name: their items are not rows."""
+    if hasattr(source, "keys") and not hasattr(source, "__getitems__"):
+        raise ConfigError(
+            f"the source, a {type(source).__module__}.{type(source).__qualname__}, is asked by key, not by row: pass its columns as NumPy "
+            f"arrays, {{key: np.asarray(source[key]) for key in source.keys()}}, or a list of examples"
+        )
+
+
+def _is_torch_iterable(source: Any) -> bool:
+    """torch gives each of its datasets a `__getitem__`, also those that can only be iterated."""
+    return any(kind.__name__ == "IterableDataset" and kind.__module__.startswith("torch.") for kind in type(source).__mro__)
 
 
 def _warn_of_fork(source: Any) -> None:

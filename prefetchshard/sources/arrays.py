@@ -12,8 +12,10 @@ from prefetchshard.batches import AnyArray
 from prefetchshard.config import Narrow
 from prefetchshard.errors import ConfigError
 from prefetchshard.leaves import own, store
+from prefetchshard.structures import path_text
 
 Rows = slice | AnyArray
+_jax: Any = jax  # JAX types trees only in part
 
 ROW_LOOP_BYTES = 1 << 14
 """From this size of a row on, copying row by row costs less than the copy that fancy indexing makes first."""
@@ -81,8 +83,13 @@ def find_arrays(source: Any) -> Arrays | None:
         return _checked(source, [source], [""])
     if isinstance(source, list) or not _is_container(source):
         return None
-    paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(source, is_leaf=lambda node: node is not source and isinstance(node, list))
-    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths_and_leaves]
+    try:
+        paths_and_leaves, _ = _jax.tree_util.tree_flatten_with_path(
+            source, is_leaf=lambda node: node is not source and isinstance(node, list)
+        )
+    except ValueError as error:
+        raise ConfigError(f"JAX cannot take the source apart: {error} Give each mapping in it keys of one type") from error
+    paths = [path_text(path) for path, _ in paths_and_leaves]
     leaves = [leaf for _, leaf in paths_and_leaves]
     if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return _checked(source, leaves, paths)
@@ -110,7 +117,7 @@ def _refuse(source: Any, paths: list[str], leaves: list[Any]) -> None:
     what = "a list" if isinstance(leaf, list) else f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
     raise ConfigError(
         f"the source is a {type(source).__qualname__} whose entry {path!r} is {what}, not a NumPy array: make every entry an array of "
-        f"one leading size (np.asarray({path or 'entry'})), or pass a list of examples, or a list of batches without batch_size"
+        f"one leading size (`np.asarray` makes one), or pass a list of examples, or a list of batches without batch_size"
     )
 
 

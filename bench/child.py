@@ -24,6 +24,7 @@ from bench.steps import Pacer, Step, calibrate, make_step, seconds_alone
 from bench.workloads import WORKLOADS
 
 LEAST_BATCHES = 4  # that are measured, however long they take
+Tell = Callable[[dict[str, Any]], Any]
 KEPT = (0.0, 0.3, 0.6, 0.9)  # parts of the measured time after which a batch is kept, to be compared in full
 
 
@@ -32,9 +33,6 @@ def main() -> None:
     faulthandler.dump_traceback_later(0.9 * job["timeout"])  # into the log, which is shown where there is no result in time
     use_devices(job["devices"])
     {"probe": probe, "calibrate": calibration, "run": run}[job["job"]](job, lambda result: path.write_text(json.dumps(result)))
-
-
-Tell = Callable[[dict[str, Any]], Any]
 
 
 def probe(job: dict[str, Any], tell: Tell) -> None:

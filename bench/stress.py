@@ -69,6 +69,7 @@ class Kept:
     """A batch that the consumer holds on to, with what its sums must be for as long as it lives."""
 
     step: int
+    valid: int
     leaves: list[Any]
     wanted: list[Sums]
 
@@ -102,7 +103,9 @@ class Checker:
 
     def _broken_run(self, loader: ps.Loader, stop: int, goes_on: bool) -> tuple[ps.Loader, bool]:
         iterator = iter(loader)
-        self._run(iterator, stop, goes_on=goes_on)
+        ended = self._run(iterator, stop, goes_on=goes_on)
+        if ended:
+            return loader, False
         if self.case.leaves_by == "state":
             saved = ps.LoaderState.decode(iterator.state().encode())
             iterator.close()
@@ -112,7 +115,8 @@ class Checker:
         del iterator
         return loader, False
 
-    def _run(self, iterator: ps.LoaderIterator, limit: int | None, *, goes_on: bool) -> None:
+    def _run(self, iterator: ps.LoaderIterator, limit: int | None, *, goes_on: bool) -> bool:
+        """Read up to `limit` batches. Whether there are no more."""
         self.tally.runs += 1
         if not goes_on:
             self._before, self._done = self._done, []
@@ -120,11 +124,12 @@ class Checker:
         while limit is None or count < limit:
             batch = next(iterator, None)
             if batch is None:
-                return
+                return True
             position = iterator.position
             assert position is not None
             self._check(batch, position)
             count += 1
+        return False
 
     # -- one batch
 
@@ -136,8 +141,8 @@ class Checker:
         if mask is not None and not mask[:valid].all():
             self._fault(1, f"step {position.step}: the mask is {mask}")
         self._check_order(ids[:valid], position)
-        wanted = [case.data.sums(i, ids, valid, case.padding) for i in range(len(leaves))]
-        kept = Kept(position.step, leaves, wanted)
+        wanted = [case.data.sums(i, ids, valid, case.padding if _placed(leaf) else 0) for i, leaf in enumerate(leaves)]
+        kept = Kept(position.step, valid, leaves, wanted)
         self._compare(kept, "")
         self.tally.batches += 1
         self.tally.rows += valid
@@ -164,17 +169,22 @@ class Checker:
         return leaves, None if mask is None else np.asarray(mask).reshape(-1)
 
     def _compare(self, kept: Kept, when: str) -> None:
-        lead = self.case.lead
-        sums = {i: device_sums(leaf, lead=lead) for i, leaf in enumerate(kept.leaves) if isinstance(leaf, jax.Array)}
+        sums = {i: device_sums(leaf, lead=self._lead(i)) for i, leaf in enumerate(kept.leaves) if _placed(leaf)}
         for i, (leaf, wanted) in enumerate(zip(kept.leaves, kept.wanted, strict=True)):
-            found = np.asarray(sums[i]) if i in sums else host_sums(leaf.astype(self.case.data.targets[i]), lead=lead)
+            targets = self.case.data.targets
+            found = np.asarray(sums[i]) if i in sums else host_sums(leaf.astype(targets[i]), lead=self._lead(i))
+            wanted = wanted[: kept.valid] if i in self.case.rowless else wanted  # noqa: PLW2901
             self.tally.sums += len(wanted)
-            if found.size != wanted.size or leaf.dtype not in (self.case.data.targets[i], self.case.data.leaves[i].dtype):
+            if found.size != wanted.size or leaf.dtype not in (targets[i], self.case.data.leaves[i].dtype):
                 self._fault(wanted.size, f"step {kept.step}, leaf {i}: {leaf.dtype}{list(leaf.shape)}{when}")
                 continue
             wrong = np.flatnonzero(found.reshape(-1) != wanted)
             if len(wrong):
                 self._fault(len(wrong), f"step {kept.step}, leaf {i} {leaf.dtype}{list(leaf.shape)}{when}: rows {_some(wrong)} are wrong")
+
+    def _lead(self, leaf: int) -> int:
+        """How many axes in front make the rows of a leaf."""
+        return 2 if self.case.options.get("microbatches") and leaf not in self.case.rowless else 1
 
     def _fault(self, count: int, words: str) -> None:
         self.tally.wrong += count
@@ -221,6 +231,11 @@ class Checker:
                 self._fault(each, f"epoch {epoch}: rows come twice: {_some(some)}")
 
 
+def _placed(leaf: Any) -> bool:
+    """Whether it is on the devices; else it stayed on the host."""
+    return isinstance(leaf, jax.Array)
+
+
 def _some(rows: Array) -> str:
     return f"{rows[:6].tolist()}{f' and {len(rows) - 6} more' if len(rows) > 6 else ''}"
 
@@ -235,7 +250,7 @@ _busy = _jax.jit(lambda x: x @ x @ x @ x)
 
 def _use_up(leaves: list[Any]) -> None:
     """Give the memory of a batch to a function that writes to it."""
-    _jax.block_until_ready(_change([leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.dtype.kind in "biuf"]))
+    _jax.block_until_ready(_change([leaf for leaf in leaves if _placed(leaf) and leaf.dtype.kind in "biuf"]))
 
 
 def _work() -> None:

@@ -108,6 +108,8 @@ class Case:
         sizes: rows of each batch of an epoch, where the source makes the batches; else empty.
         batch_size: rows of a full batch.
         sharding: for the loader.
+        rowless: leaves that come as they are, neither cut nor padded: of batches that the source makes, those that stay on the host, and
+            those that are not split while others are.
         options: for the loader.
         make_source: makes the source anew.
         keep: batches that the consumer holds on to; None: all of them.
@@ -123,6 +125,7 @@ class Case:
     sizes: list[int]
     batch_size: int
     sharding: Any
+    rowless: set[int]
     options: dict[str, Any]
     make_source: Callable[[], Any]
     keep: int | None
@@ -138,10 +141,6 @@ class Case:
     @property
     def padding(self) -> float:
         return self.options["remainder"].value if self.pads else 0
-
-    @property
-    def lead(self) -> int:
-        return 2 if self.options.get("microbatches") else 1
 
     def rows_of_epoch(self) -> int:
         """Rows of an epoch that reach the consumer."""
@@ -221,26 +220,26 @@ def _mesh(count: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return Mesh(np.array(jax.devices()[:count]).reshape(shape), names)
 
 
-def _choose_sharding(random: Random, data: Data) -> tuple[Any, int]:
-    """The sharding of a case, and into how many pieces it cuts the rows."""
+def _choose_sharding(random: Random, data: Data) -> tuple[Any, int, set[int]]:
+    """The sharding of a case, into how many pieces it cuts the rows, and which leaves it does not cut while it cuts others."""
     total = len(jax.devices())
     count = int(random.choice([n for n in range(1, total + 1) if total % n == 0]))
     way = str(random.choice(["rows", "rows", "none", "replicated", "one device", "two axes", "mixed", "host"]))
     rows = NamedSharding(_mesh(count, (count,), ("data",)), PartitionSpec("data"))
     copies = NamedSharding(rows.mesh, PartitionSpec())
     if way == "none":
-        return None, total
+        return None, total, set()
     if way == "replicated":
-        return copies, 1
+        return copies, 1, set()
     if way == "one device":
-        return SingleDeviceSharding(jax.devices()[random.integers(total)]), 1
+        return SingleDeviceSharding(jax.devices()[random.integers(total)]), 1, set()
     if way == "two axes" and count % 2 == 0:
-        return data.wrap([_two_axes(leaf, count) for leaf in data.leaves]), count // 2
-    if way == "mixed":
-        return data.wrap([rows, *(rows if random.random() < 0.5 else copies for _ in data.leaves[1:])]), count
-    if way == "host":
-        return data.wrap([rows, *(rows if random.random() < 0.7 else ps.HOST for _ in data.leaves[1:])]), count
-    return rows, count
+        return data.wrap([_two_axes(leaf, count) for leaf in data.leaves]), count // 2, set()
+    if way in ("mixed", "host"):
+        others = {i for i in range(1, len(data.leaves)) if random.random() < 0.5}
+        other = copies if way == "mixed" else ps.HOST
+        return data.wrap([other if i in others else rows for i in range(len(data.leaves))]), count, others
+    return rows, count, set()
 
 
 def _two_axes(leaf: Array, count: int) -> NamedSharding:
@@ -371,7 +370,7 @@ def make_case(random: Random) -> Case:
     rows = int(np.clip(most * random.uniform(0.4, 1.0) / row_bytes, 8, 128 if slow else 1024))
     length = max(rows, MOST_PIECES * len(jax.devices())) + int(rows * random.uniform(0.0, MOST_BATCHES[size] / 2))
     data = _make_data(random, size, length, row_bytes)
-    sharding, split = _choose_sharding(random, data)
+    sharding, split, uncut = _choose_sharding(random, data)
     pieces = int(random.choice([1, 1, 2, MOST_PIECES]))
     unit = split * pieces
     batch_size = max(unit, rows // unit * unit)
@@ -387,6 +386,7 @@ def make_case(random: Random) -> Case:
         sizes=sizes,
         batch_size=sizes[0] if sizes else batch_size,
         sharding=sharding,
+        rowless=uncut if sizes else set(),
         options=options,
         make_source=_source(random, kind, data, sizes),
         keep=0 if donates else [0, 1, 3, 6, None][random.integers(5)],
@@ -408,7 +408,7 @@ def _options(random: Random, kind: str, data: Data, sizes: list[int], batch_size
         options["workers"] = int(random.integers(1, 9))
     if random.random() < 0.3:
         batch_bytes = (sizes[0] if sizes else batch_size) * (data.row_bytes + 1)
-        options["host_memory"] = int(batch_bytes * random.uniform(1.0, 4.0))
+        options["host_memory"] = int(batch_bytes * random.uniform(1.0 if options["remainder"] != "drop" or not sizes else 2.0, 4.0))
     if kind in BY_INDEX:
         options |= {"shuffle": bool(random.random() < 0.6), "seed": int(random.integers(0, 1 << 40))}
     if kind == "existing":

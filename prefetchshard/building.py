@@ -179,8 +179,14 @@ class Blueprint:
             device_bytes=on_device,
             host_memory=settings.host_memory,
             device_memory=settings.device_memory,
+            least_slots=2 if self._holds_back else 1,
         )
         return self._limits
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether a batch that is short waits until the source was asked for the one after it, for which there must be room."""
+        return not isinstance(self._source, (Arrays, Dataset)) and self.batch_size is None and self._settings.pad is None
 
     def _staging(self) -> Staging:
         """The ring, made for the first run and kept between runs."""
@@ -245,7 +251,7 @@ class Blueprint:
         run = Run(
             self._reader(task),
             inbox,
-            Placer(device_transform, clock, step=start.step, epoch=start.epoch, rows=start.rows),
+            Placer(device_transform, context, clock, step=start.step, epoch=start.epoch, rows=start.rows),
             outbox,
             pace=pace,
             meters=meters,

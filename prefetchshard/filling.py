@@ -275,22 +275,29 @@ class ExampleWriter:
 
     def _write(self, plan: Plan, leaves: list[Any]) -> None:
         assembly, row = self._assembly, self._row
-        views = iter(assembly.memory.views if assembly.memory is not None else ())
-        for j, (value, leaf) in enumerate(zip(leaves, plan.leaves, strict=True)):
-            if leaf.kind is Kind.HOST:
-                assembly.passed[j][row] = self._filler.keep(value)
-            elif leaf.kind is Kind.KEYS:
-                check_key(leaf.path, assembly.position.first_row + row, value, leaf.shape[1:], leaf.dtype)
-                assembly.passed[j][row] = value
+        view = 0
+        views = assembly.memory.views if assembly.memory is not None else ()
+        for j, leaf in enumerate(plan.leaves):
+            value = leaves[j]
+            if leaf.kind is not Kind.STAGED:
+                self._pass(j, leaf, value)
+                continue
+            array = value if type(value) is np.ndarray else as_array(value, leaf.path)
+            if array.dtype != leaf.dtype or array.shape != leaf.example:
+                check_example(leaf.path, assembly.position.first_row + row, array, leaf.example, leaf.dtype)
+            if leaf.is_narrowed:
+                self._wide_rows(j, leaf.shape, leaf.dtype)[row - self._start] = array
             else:
-                view = next(views)
-                array = value if type(value) is np.ndarray else as_array(value, leaf.path)
-                if array.dtype != leaf.dtype or array.shape != leaf.shape[1:]:
-                    check_example(leaf.path, assembly.position.first_row + row, array, leaf.shape[1:], leaf.dtype)
-                if leaf.dtype is not leaf.target and narrows(leaf.dtype, leaf.target):
-                    self._wide_rows(j, leaf.shape, leaf.dtype)[row - self._start] = array
-                else:
-                    view[row] = array
+                views[view][row] = array
+            view += 1
+
+    def _pass(self, index: int, leaf: Leaf, value: Any) -> None:
+        """A leaf that does not go through the staging memory."""
+        if leaf.kind is Kind.KEYS:
+            check_key(leaf.path, self._assembly.position.first_row + self._row, value, leaf.example, leaf.dtype)
+        else:
+            value = self._filler.keep(value)
+        self._assembly.passed[index][self._row] = value
 
     def _wide_rows(self, index: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
         rows = self._wide.get(index)

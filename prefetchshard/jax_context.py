@@ -42,6 +42,17 @@ _MANAGERS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 
 
+_OUR_OWN: dict[str, Any] = {
+    "jax_check_tracer_leaks": False,
+    "jax_debug_infs": False,
+    "jax_debug_nans": False,
+    "jax_disable_jit": False,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+}
+"""Under which the functions run that we jit ourselves: they move data as it is, NaNs and all, to where it shall be."""
+
+
 def _value(name: str) -> Any:
     return getattr(jax.config, name, None)
 
@@ -67,12 +78,25 @@ class JaxContext:
         self._values = tuple([_value(name) for name in _MANAGERS])
         self.mesh = mesh_in_force()
         self.x64 = x64_enabled()
+        given = dict(zip(_MANAGERS, self._values, strict=True))
+        self._aside = [(_MANAGERS[name], value) for name, value in _OUR_OWN.items() if name in given and given[name] != value]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JaxContext) and self._values == other._values and self.mesh == other.mesh
 
     def __hash__(self) -> int:
         return hash((self._values, self.mesh))
+
+    def set_aside(self) -> AbstractContextManager[Any]:
+        """For work of our own in a thread where they are in force: what the caller wants of his functions is not wanted of ours."""
+        if not self._aside and self.mesh is None:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for manager, value in self._aside:
+            stack.enter_context(manager(value))
+        if self.mesh is not None:
+            stack.enter_context(jax.set_mesh(None))
+        return stack
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:

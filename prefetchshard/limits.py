@@ -47,7 +47,9 @@ class Limits(msgspec.Struct, frozen=True):
         return self.depth + self.in_flight + self.slots
 
 
-def within_bytes(wanted: Limits, *, batch_bytes: int, device_bytes: int, host_memory: int | None, device_memory: int | None) -> Limits:
+def within_bytes(
+    wanted: Limits, *, batch_bytes: int, device_bytes: int, host_memory: int | None, device_memory: int | None, least_slots: int = 1
+) -> Limits:
     """The limits that keep to the bounds in bytes.
 
     Args:
@@ -56,6 +58,7 @@ def within_bytes(wanted: Limits, *, batch_bytes: int, device_bytes: int, host_me
         device_bytes: of one batch on one device.
         host_memory: bound on all batches on the host, bytes.
         device_memory: bound on what is ahead of the batch in use on each device, bytes.
+        least_slots: batches that must be on the host at once for the run to go on.
 
     Raises:
         ConfigError: not even the least fits; gives the numbers.
@@ -72,8 +75,9 @@ def within_bytes(wanted: Limits, *, batch_bytes: int, device_bytes: int, host_me
         depth = min(depth, fitting - in_flight)
     if host_memory is not None and batch_bytes:
         slots = min(slots, host_memory // batch_bytes)
-        if slots < 1:
+        if slots < least_slots:
+            two = f", and two are there at once where one may be the last and short: {2 * batch_bytes:,}" if least_slots > 1 else ""
             raise ConfigError(
-                f"host_memory={host_memory:,} bytes: one batch takes {batch_bytes:,} on the host; raise the bound or make the batches smaller"
+                f"host_memory={host_memory:,} bytes: one batch takes {batch_bytes:,} on the host{two}; raise the bound or make the batches smaller"
             )
     return Limits(depth, min(in_flight, slots), slots)

@@ -20,8 +20,8 @@ from prefetchshard.jax_context import JaxContext
 from prefetchshard.limits import parse_bytes
 from prefetchshard.reading import Cursor
 from prefetchshard.resuming import Progress
-from prefetchshard.state import LoaderState
 from prefetchshard.run import Run, close_runs, hold_daemons
+from prefetchshard.state import LoaderState
 from prefetchshard.statistics import Stats
 
 __all__ = ["Loader", "LoaderIterator", "prefetch"]

@@ -21,8 +21,9 @@ from prefetchshard.staging import Layout
 _jax: Any = jax
 _jnp: Any = jnp
 
-LEAST_LEAVES = {"cpu": 6, "gpu": 4, "tpu": 4}
-"""From so many small leaves on, one transfer and one jitted function cost less than a transfer each (bench/small_leaves.py)."""
+LEAST_LEAVES = {"gpu": 8, "tpu": 8}
+"""From so many small leaves on it pays, by platform. Not on the CPU backend, where a transfer is no more than a few references and
+compiling the function would only delay the first batch."""
 
 MOST_BYTES = 1 << 20
 """Above it, sending all of it to every device would cost more than it saves."""
@@ -44,7 +45,8 @@ class Packing:
         cuts = [(layout.leaves[n][3] or 0, layout.leaves[n][2], layout.leaves[n][1], shapes[n]) for n in self.places]
 
         def unpack(slab: Any) -> list[Any]:
-            return [_cut(slab, start, size, dtype, shape) for start, size, dtype, shape in cuts]
+            # Whole on every device until the end: else XLA carries the split back to the slab, and the devices exchange pieces of it
+            return [_jax.lax.with_sharding_constraint(_cut(slab, *cut), self.sharding) for cut in cuts]
 
         self.unpack = _jax.jit(unpack, out_shardings=[shardings[n] for n in self.places])
 
@@ -62,7 +64,8 @@ def find_packing(layout: Layout, shapes: Sequence[Any], shardings: Sequence[Any]
     if not places or len(places) != len(small) or layout.slab_bytes > MOST_BYTES:
         return None
     first = shardings[places[0]]
-    if len(places) < LEAST_LEAVES.get(devices_of(first)[0].platform, 4):
+    least = LEAST_LEAVES.get(devices_of(first)[0].platform)
+    if least is None or len(places) < least:
         return None
     if not all(_goes_with(first, shardings[n]) for n in places):
         return None

@@ -58,9 +58,11 @@ class Leaf:
         sharding: where it goes, or HOST.
         padding: what fills its padding rows; None without padding.
         refusal: why no device can hold it; raised unless its rule keeps it on the host.
+        example: the shape of one example, where the batch is made of examples.
+        is_narrowed: whether values could be lost on the way to the devices.
     """
 
-    __slots__ = ("dtype", "has_rows", "kind", "padding", "path", "refusal", "shape", "sharding", "target")
+    __slots__ = ("dtype", "example", "has_rows", "is_narrowed", "kind", "padding", "path", "refusal", "shape", "sharding", "target")
 
     def __init__(self, path: str, kind: Kind, shape: Shape, dtype: DType, target: DType) -> None:
         self.path = path
@@ -72,6 +74,8 @@ class Leaf:
         self.sharding: Any = HOST
         self.padding: AnyArray | None = None
         self.refusal: Refusal | None = None
+        self.example: Shape = shape[1:]
+        self.is_narrowed = kind is Kind.STAGED and narrows(dtype, target)
 
 
 _OBJECT = np.dtype(object)

@@ -156,10 +156,11 @@ class Trail:
             StateError: the probe is another batch than the one that was handed out then.
         """
         position = assembly.position
-        if position.snapshot is not None or assembly.plan is None:
+        probe = self.is_probe(position)
+        if assembly.plan is None or (position.snapshot is not None and not probe):
             return True
         position.sample = sample_of(assembly.plan, assembly.memory, assembly.passed)
-        if not self.is_probe(position):
+        if not probe:
             return True
         self._task.meters.add(replayed=1 if self._task.batch_size is None else position.rows - position.first_row)
         if position.sample != self._given.sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from prefetchshard.batches import AnyArray, Memory
 from prefetchshard.planning import Plan
 
 SAMPLED_BYTES = 512
-"""Of a batch, over all its leaves; every leaf gives at least a few. Enough to meet nearly every row, few enough to cost microseconds."""
-_LEAST = 32
+"""Of a batch, over its leaves: enough to meet nearly every row, few enough to cost microseconds."""
+_LEAVES = 8
+"""Of a batch with more leaves only every so manyth gives its bytes."""
 _OBJECTS = 4
 _PLAIN = (str, bytes, int, float, bool)
 
@@ -21,20 +23,20 @@ def sample_of(plan: Plan, memory: Memory | None, passed: dict[int, Any]) -> byte
     """Sixteen bytes that depend on the shapes of a finished batch, and on bytes from all over its leaves on the host."""
     views = iter(memory.views if memory is not None else ())
     staged = {index: next(views) for index in plan.staged}
-    budget = max(_LEAST, SAMPLED_BYTES // max(1, len(plan.leaves)))
-    parts: list[bytes] = []
-    for index in range(len(plan.leaves)):
-        value = staged[index] if index in staged else passed.get(index)
-        shape: Any = getattr(value, "shape", None)
-        parts.append(repr(shape).encode())
+    values = [staged[index] if index in staged else passed.get(index) for index in range(len(plan.leaves))]
+    parts = [repr([getattr(value, "shape", None) for value in values]).encode()]
+    some = values[:: -(-len(values) // _LEAVES) or 1]
+    for value in some:
         if isinstance(value, np.ndarray):
-            parts.append(_of_array(value, budget))
+            parts.append(_of_array(value, SAMPLED_BYTES // len(some)))
+        elif isinstance(value, (list, tuple, *_PLAIN)):
+            parts.append(_of_objects(value if isinstance(value, (list, tuple)) else [value]))
     return hashlib.blake2b(b"\n".join(parts), digest_size=16).digest()
 
 
 def _of_array(array: AnyArray, budget: int) -> bytes:
     if array.dtype.hasobject:
-        return _of_objects(array)
+        return _of_objects(array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist())
     array = np.asarray(array)  # of a masked array or a recarray, its numbers
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
@@ -43,8 +45,6 @@ def _of_array(array: AnyArray, budget: int) -> bytes:
     return flat[:: (flat.size // budget) | 1].tobytes()
 
 
-def _of_objects(array: AnyArray) -> bytes:
-    some = array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist()
-    return "".join(repr(value[:64] if isinstance(value, (str, bytes)) else value) for value in some if type(value) in _PLAIN).encode(
-        "utf-8", "surrogatepass"
-    )
+def _of_objects(values: Sequence[Any]) -> bytes:
+    some = [value[:64] if isinstance(value, (str, bytes)) else value for value in values[:: max(1, len(values) // _OBJECTS)]]
+    return "".join(repr(value) for value in some if type(value) in _PLAIN).encode("utf-8", "surrogatepass")

@@ -14,6 +14,7 @@ from prefetchshard.bounded_queue import EMPTY, BoundedQueue
 from prefetchshard.clock import Clock
 from prefetchshard.device_work import DeviceTransform, stand_in, step_value
 from prefetchshard.faults import note, presentable
+from prefetchshard.jax_context import JaxContext
 from prefetchshard.packing import Packing
 from prefetchshard.planning import MASK, Kind, Plan
 from prefetchshard.shardings import replicated_like
@@ -63,14 +64,18 @@ class Placer:
 
     Args:
         device_transform: or None.
+        context: the caller's JAX settings; in force where this is called.
         clock: monotonic seconds.
         step: of the first batch.
         epoch: of the first batch.
         rows: of that epoch before it.
     """
 
-    def __init__(self, device_transform: DeviceTransform | None, clock: Clock, *, step: int, epoch: int, rows: int) -> None:
+    def __init__(
+        self, device_transform: DeviceTransform | None, context: JaxContext, clock: Clock, *, step: int, epoch: int, rows: int
+    ) -> None:
         self._device_transform = device_transform
+        self._context = context
         self._clock = clock
         self._step = step
         self._rows_epoch = epoch
@@ -80,6 +85,10 @@ class Placer:
         """Dispatch the transfer of a batch; one call for all its leaves."""
         host.position.step = self._step
         self._step += 1
+        with self._context.set_aside():
+            return self._dispatch(host)
+
+    def _dispatch(self, host: HostBatch[Plan]) -> Flight:
         leaves, shardings, paths = _to_put(host)
         if host.plan.microbatches is not None:
             host.plan.cut_on_host(host.passed)
@@ -108,7 +117,10 @@ class Placer:
 
     def _batch(self, flight: Flight) -> Any:
         host = flight.host
-        arrays = flight.arrays if host.plan.packing is None else _unpacked(host.plan.packing, flight.arrays)
+        arrays = flight.arrays
+        if host.plan.packing is not None:
+            with self._context.set_aside():
+                arrays = _unpacked(host.plan.packing, arrays)
         if self._device_transform is None:
             return host.plan.assemble(arrays, host.passed)
         stand_ins = {index: stand_in(index, value) for index, value in host.passed.items()}
@@ -141,7 +153,8 @@ def _leaf_to_put(host: HostBatch[Plan], n: int) -> Any:
     if memory is not None and (index == MASK or plan.leaves[index].kind is Kind.STAGED):
         view = memory.views[n]
         return view if view.shape == shape else view.reshape(shape)
-    return _device_leaf(plan, index, shape, host.passed.pop(index))
+    with explicit():
+        return _device_leaf(plan, index, shape, host.passed.pop(index))
 
 
 def _unpacked(packing: Packing, arrays: list[Any]) -> list[Any]:

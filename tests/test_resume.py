@@ -521,9 +521,7 @@ def test_what_is_no_state_is_refused(junk: Any, said: str) -> None:
 def test_a_place_that_the_epoch_does_not_have_is_refused() -> None:
     for change in ({"rows": 101}, {"rows": 2**40}):
         with pytest.raises(ps.StateError, match=f"after {change['rows']} of 100"):
-            ps.Loader(
-                np.arange(100).reshape(100, 1), one_device(), batch_size=10, state=msgspec.structs.replace(state_after(1), **change)
-            )
+            ps.Loader(np.arange(100).reshape(100, 1), one_device(), batch_size=10, state=msgspec.structs.replace(state_after(1), **change))
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "1"])

@@ -452,6 +452,32 @@ def test_sources_are_told_the_epoch_before_it_begins(kind: type[Told], options: 
     assert [float(next(iter(loader))["x"][0, 0])] == [300.0]  # the next run goes on counting
 
 
+def test_it_is_not_told_while_it_is_still_read(R: NamedSharding) -> None:
+    class Slow(ToldDataset):
+        """The last row of an epoch takes its time, and would see it if it were told meanwhile."""
+
+        told = threading.Event()
+
+        def set_epoch(self, epoch: int) -> None:
+            super().set_epoch(epoch)
+            self.told.set()
+
+        def item(self, row: int) -> Any:
+            if row == 15:
+                self.told.clear()
+                with self.lock:
+                    self.inside += 1
+                self.told.wait(0.05)
+                with self.lock:
+                    self.inside -= 1
+            return super().item(row)
+
+    source = Slow("slow")
+    for size in (1, 8):
+        assert len(list(ps.Loader(source, R, batch_size=size, epochs=3, workers=4))) == 48 // size
+    assert not source.disturbed
+
+
 def test_it_is_told_of_an_epoch_that_nothing_is_read_of(R: NamedSharding) -> None:
     class Empty(ToldDataset):
         def __len__(self) -> int:

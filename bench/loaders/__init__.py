@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from typing import Any
@@ -93,6 +93,3 @@ def no_iterators(workload: Workload, reason: str) -> None:
     """Raises NotApplicable where the source is an iterator."""
     if workload.kind == "batches":
         raise NotApplicable(reason)
-
-
-Start = Callable[[Workload, Place, int], Iterator[Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -130,8 +131,10 @@ class _Pump:
             with anyio.CancelScope() as self._scope:
                 if not self._stopped:
                     await self._serve()
-        except Exception as error:  # noqa: BLE001 - of the source's clean-up; in a loop that is not ours it may not end more than this task
+        except BaseException as error:  # in a loop that is not ours it may not end more than this task
             self._reply(None, error)
+            if _is_cancelled(error):
+                raise
         finally:
             self._over = True
             self._answered.wake()
@@ -151,15 +154,13 @@ class _Pump:
     async def _pull(self) -> tuple[Any, BaseException | None]:
         try:
             if self._iterator is None:
-                self._iterator = aiter(self._iterable)
+                self._iterator = _opened(self._iterable)
             return await anext(self._iterator), None
         except StopAsyncIteration:
             return END, None
         except BaseException as error:
-            if isinstance(error, (anyio.get_cancelled_exc_class(), GeneratorExit)):
-                # Not asked for by us, it is the source's own failure, or the loop going down.
-                if not self._stopped:
-                    self._reply(None, SourceError("the async source was cancelled"))
+            # GeneratorExit may be the end of this very coroutine, which then may wait for nothing any more.
+            if isinstance(error, GeneratorExit) or _is_cancelled(error):
                 raise
             return None, error
 
@@ -212,6 +213,26 @@ class _Pump:
 
     def wake(self) -> None:
         self._answered.wake()
+
+
+def _opened(iterable: Any) -> Any:
+    try:
+        return aiter(iterable)
+    except StopAsyncIteration as error:
+        raise SourceError("the async source raised StopAsyncIteration where it was to be iterated") from error
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether the task is being cancelled in earnest; an error of that kind that the source raised by itself is its failure."""
+    if not isinstance(error, anyio.get_cancelled_exc_class()):
+        return False
+    if anyio.current_effective_deadline() == -math.inf:
+        return True
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None or not isinstance(error, asyncio.CancelledError):
+        return False
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class AsyncItems:

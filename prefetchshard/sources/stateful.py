@@ -50,7 +50,7 @@ class StatePair:
 
 def find_pair(source: Any) -> StatePair | None:
     """The two methods, where the source has both of a pair."""
-    node = source if _is_node(source) else getattr(source, "root", None)
+    node: Any = source if _is_node(source) else getattr(source, "root", None)
     if _is_node(node):
         # A torchdata.nodes.Loader begins anew when it is put where its data ended; the node inside it stays at the end, as it must here.
         return StatePair(node.state_dict, node.reset, f"{type(source).__qualname__}.state_dict", node)

@@ -82,11 +82,10 @@ class Checker:
         faults: the first few differences, in words.
     """
 
-    def __init__(self, case: Case, random: np.random.Generator) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
         self.tally = Tally(cases=1)
         self.faults: list[str] = []
-        self._random = random
         self._kept: collections.deque[Kept] = collections.deque()
         self._done: list[Array] = []  # rows of the run so far, batch by batch
         self._before: list[Array] = []  # of the run that was broken off, from the same beginning
@@ -156,12 +155,9 @@ class Checker:
 
     def _take_apart(self, batch: Any) -> tuple[list[Any], Array | None]:
         """The leaves in the order of the data, and the mask."""
-        mask = None
+        mask: Any = None
         if self.case.pads:
-            if isinstance(batch, dict):
-                mask = batch.pop("mask")
-            else:
-                batch, mask = batch
+            batch, mask = (batch, batch.pop("mask")) if hasattr(batch, "pop") else batch
         flat = _jax.tree.leaves(batch)
         leaves: list[Any] = [None] * len(flat)
         for place, leaf in zip(self.case.data.order, flat, strict=True):
@@ -173,7 +169,7 @@ class Checker:
         for i, (leaf, wanted) in enumerate(zip(kept.leaves, kept.wanted, strict=True)):
             targets = self.case.data.targets
             found = np.asarray(sums[i]) if i in sums else host_sums(leaf.astype(targets[i]), lead=self._lead(i))
-            wanted = wanted[: kept.valid] if i in self.case.rowless else wanted  # noqa: PLW2901
+            wanted = wanted[: kept.valid] if i in self.case.rowless else wanted
             self.tally.sums += len(wanted)
             if found.size != wanted.size or leaf.dtype not in (targets[i], self.case.data.leaves[i].dtype):
                 self._fault(wanted.size, f"step {kept.step}, leaf {i}: {leaf.dtype}{list(leaf.shape)}{when}")
@@ -245,7 +241,7 @@ def _changed(leaves: list[Any]) -> list[Any]:
 
 
 _change = _jax.jit(_changed, donate_argnums=0)
-_busy = _jax.jit(lambda x: x @ x @ x @ x)
+_busy = _jax.jit(lambda x: x @ x @ x @ x)  # pyright: ignore[reportUnknownLambdaType]
 
 
 def _use_up(leaves: list[Any]) -> None:
@@ -261,26 +257,28 @@ def _work() -> None:
 # -- the program
 
 
-def run_case(seed: int, number: int) -> Checker:
+def run_case(seed: int, number: int, *, poison: bool) -> Checker:
     """The case of this number, and what came of it."""
     random = np.random.default_rng([seed, number])
-    checker = Checker(make_case(random), random)
+    checker = Checker(make_case(random))
+    waits_apart = bool(random.random() < 0.5)
     try:
-        checker.run()
+        with poisoned_staging(waits_apart=waits_apart) if poison else contextlib.nullcontext():
+            checker.run()
     except Exception:  # noqa: BLE001 - it is said, and the program goes on with the next case
         checker.tally.failures += 1
         checker.faults.append(traceback.format_exc())
     return checker
 
 
-def run(seconds: float, seed: int, *, first: int = 0, most: int | None = None) -> dict[str, Tally]:
-    """Run cases for a time. By kind of source what was done."""
+def run(seconds: float, seed: int, *, poison: bool, first: int = 0, most: int | None = None) -> dict[str, Tally]:
+    """Run up to `most` cases for a time, from the case `first` on. By kind of source what was done."""
     tallies: dict[str, Tally] = collections.defaultdict(Tally)
     end = time.monotonic() + seconds
     number = first
     while time.monotonic() < end and (most is None or number < first + most):
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        checker = run_case(seed, number)
+        checker = run_case(seed, number, poison=poison)
         faulthandler.cancel_dump_traceback_later()
         tallies[checker.case.kind].add(checker.tally)
         if checker.faults:
@@ -320,8 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(_jax.devices())} devices ({_jax.devices()[0].device_kind}), {staging} staging, --seed {seed}", flush=True)
     alone = {} if options.case is None else {"first": options.case, "most": 1}
     try:
-        with poisoned_staging() if staging == "poison" else contextlib.nullcontext():
-            tallies = run(options.seconds, seed, **alone)
+        tallies = run(options.seconds, seed, poison=staging == "poison", **alone)
     except KeyboardInterrupt:
         return 130
     print("\n" + "\n".join(table(tallies)))

@@ -217,12 +217,12 @@ def _make_data(random: Random, size: str, length: int, row_bytes: int) -> Data:
 
 
 def _mesh(count: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
-    return Mesh(np.array(jax.devices()[:count]).reshape(shape), names)
+    return Mesh(np.array(_jax.devices()[:count]).reshape(shape), names)
 
 
 def _choose_sharding(random: Random, data: Data) -> tuple[Any, int, set[int]]:
     """The sharding of a case, into how many pieces it cuts the rows, and which leaves it does not cut while it cuts others."""
-    total = len(jax.devices())
+    total = len(_jax.devices())
     count = int(random.choice([n for n in range(1, total + 1) if total % n == 0]))
     way = str(random.choice(["rows", "rows", "none", "replicated", "one device", "two axes", "mixed", "host"]))
     rows = NamedSharding(_mesh(count, (count,), ("data",)), PartitionSpec("data"))
@@ -232,7 +232,7 @@ def _choose_sharding(random: Random, data: Data) -> tuple[Any, int, set[int]]:
     if way == "replicated":
         return copies, 1, set()
     if way == "one device":
-        return SingleDeviceSharding(jax.devices()[random.integers(total)]), 1, set()
+        return SingleDeviceSharding(_jax.devices()[random.integers(total)]), 1, set()
     if way == "two axes" and count % 2 == 0:
         return data.wrap([_two_axes(leaf, count) for leaf in data.leaves]), count // 2, set()
     if way in ("mixed", "host"):
@@ -323,10 +323,10 @@ def _batches_of(random: Random, length: int, batch_size: int, split: int, *, var
         sizes = [batch_size] * (length // batch_size)
         return [*sizes, length % batch_size] if length % batch_size else sizes
     choices = [max(split, batch_size // part // split * split) for part in (1, 2, 3)]
-    sizes = []
-    while length - sum(sizes) >= min(choices):
-        sizes.append(int(random.choice([size for size in choices if size <= length - sum(sizes)])))
-    return sizes
+    cut: list[int] = []
+    while length - sum(cut) >= min(choices):
+        cut.append(int(random.choice([size for size in choices if size <= length - sum(cut)])))
+    return cut
 
 
 def _source(random: Random, kind: str, data: Data, sizes: list[int]) -> Callable[[], Any]:
@@ -368,7 +368,7 @@ def make_case(random: Random) -> Case:
     most, most_row = SIZES["tiny" if size == "many" else size]
     row_bytes = int(random.uniform(0.1, 1.0) * most_row) + 8
     rows = int(np.clip(most * random.uniform(0.4, 1.0) / row_bytes, 8, 128 if slow else 1024))
-    length = max(rows, MOST_PIECES * len(jax.devices())) + int(rows * random.uniform(0.0, MOST_BATCHES[size] / 2))
+    length = max(rows, MOST_PIECES * len(_jax.devices())) + int(rows * random.uniform(0.0, MOST_BATCHES[size] / 2))
     data = _make_data(random, size, length, row_bytes)
     sharding, split, uncut = _choose_sharding(random, data)
     pieces = int(random.choice([1, 1, 2, MOST_PIECES]))

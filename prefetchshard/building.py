@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -330,7 +329,7 @@ class Blueprint:
             RuntimeError: it is the thread of the event loop that has to produce it.
         """
         home = self._source.home if isinstance(self._source, AsyncStream) else None
-        if home is not None and home.thread == threading.get_ident():
+        if home is not None and home.runs_here():
             raise RuntimeError(
                 "the source is bound to the event loop of this thread (ps.from_this_loop), so waiting here would block the loop that has "
                 "to produce the batch: use `async for`, or consume in another thread"

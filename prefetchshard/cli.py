@@ -61,12 +61,15 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="FOLDER",
         help="save there now and then, and go on from what is there, to exactly the same result",
     )
+    demo.add_argument("--checkpoint-every", type=_positive, metavar="N", help="steps from one save to the next (default: 25)")
     demo.set_defaults(command=_demo, parser=demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
     if options.backend and not options.use_async:
         options.parser.error("--backend chooses what runs the async loop: give --async too")
+    if options.checkpoint_every and not options.checkpoint:
+        options.parser.error("--checkpoint-every says how often to save: give --checkpoint FOLDER too")
     if options.backend == "trio" and importlib.util.find_spec("trio") is None:
         return _refuse("--backend trio needs the package trio: python -m pip install trio")
     try:
@@ -85,6 +88,7 @@ def _demo(options: argparse.Namespace) -> int:
             use_async=options.use_async,
             backend=options.backend or "asyncio",
             checkpoint=options.checkpoint,
+            checkpoint_every=options.checkpoint_every or demo.SAVE_EVERY_STEPS,
         )
     )
 

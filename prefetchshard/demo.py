@@ -51,6 +51,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     use_async: bool = False
     backend: str = "asyncio"
     checkpoint: Path | None = None
+    checkpoint_every: int = SAVE_EVERY_STEPS
 
 
 class TrainState(NamedTuple):
@@ -151,7 +152,10 @@ class Checkpoint:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._file.with_suffix(".new.npz")
         arrays: dict[str, Any] = {f"leaf{index}": leaf for index, leaf in enumerate(saved.leaves)}
-        np.savez(unfinished, accuracy=saved.accuracy, loader=np.frombuffer(saved.loader.encode(), np.uint8), **arrays)
+        with open(unfinished, "wb") as file:
+            np.savez(file, accuracy=saved.accuracy, loader=np.frombuffer(saved.loader.encode(), np.uint8), **arrays)
+            file.flush()
+            os.fsync(file.fileno())  # else the new name could come before the content
         unfinished.replace(self._file)
 
 
@@ -188,6 +192,7 @@ class Job:
         self.state: TrainState = jax.device_put(fresh, places)
         self.accuracy = saved.accuracy if saved else 0.0
         self._checkpoint = checkpoint
+        self._checkpoint_every = options.checkpoint_every
         self._display = display
         self._learn = jax.jit(learn, donate_argnums=0, out_shardings=(places, NamedSharding(mesh, PartitionSpec())))
         self._score = jax.jit(score)
@@ -216,7 +221,7 @@ class Job:
     def save(self, batches: ps.LoaderIterator) -> None:
         """Keeps where the training stands, now and then: the batches counted are those handed out, not those read ahead."""
         position = batches.position
-        if self._checkpoint and position and (position.ends_epoch or (position.step + 1) % SAVE_EVERY_STEPS == 0):
+        if self._checkpoint and position and (position.ends_epoch or (position.step + 1) % self._checkpoint_every == 0):
             leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
             self._checkpoint.save(Saved(leaves, self.accuracy, batches.state()))
 

@@ -451,11 +451,12 @@ class Wholes:
         planner = self._filler.planner
         first = self._first_plan(leaves, structure)
         like = first if pads and first is not None and self._is_short(first, leaves, structure) else None
-        plan = planner.for_batch(leaves, structure, like)
-        rows = rows_of(plan, leaves)
-        if pads and like is None and examples is not None and rows == examples and self._batch_size is not None and rows < self._batch_size:
-            plan = planner.for_batch(leaves, structure, plan, self._batch_size)
-        return plan, rows
+        size = self._batch_size
+        if pads and like is None and examples is not None and size is not None and examples < size:
+            plan = plan_full(planner, leaves, structure, size, has=examples)
+        else:
+            plan = planner.for_batch(leaves, structure, like)
+        return plan, rows_of(plan, leaves)
 
     def copy_share(self, assembly: Assembly, work: Work, first: int = 0, count: int = 1) -> None:
         """Copy a batch, or the share `first` of `count` of its rows."""

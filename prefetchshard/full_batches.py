@@ -26,7 +26,7 @@ class RowedLeaf:
         self.has_rows = has_rows
 
 
-def plan_full(planner: Planner, values: list[Any], structure: Structure, rows: int) -> Plan:
+def plan_full(planner: Planner, values: list[Any], structure: Structure, rows: int, has: int | None = None) -> Plan:
     """The plan of batches of so many rows, from a batch of this structure that may have fewer, or more.
 
     Args:
@@ -34,11 +34,12 @@ def plan_full(planner: Planner, values: list[Any], structure: Structure, rows: i
         values: the leaves of the batch, from `as_host_leaves`.
         structure: of the batch.
         rows: of a full batch.
+        has: rows of this one, where that is known.
     """
     hosts = planner.rules.on_host(structure)
     placed = [i for i, (value, host) in enumerate(zip(values, hosts, strict=True)) if not host and getattr(value, "shape", ())]
     sizes = {values[i].shape[0] for i in placed}
-    for size in sorted(sizes, key=lambda size: size != rows):
+    for size in sorted(sizes if has is None else sizes & {has}, key=lambda size: size != rows):
         with_rows = {i for i in placed if values[i].shape[0] == size}
         if len(sizes) == 1 or _holds(planner, values, structure, rows, with_rows):
             return planner.for_batch(values, structure, Rowed(structure, rows, with_rows))

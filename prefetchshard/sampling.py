@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from prefetchshard.batches import AnyArray, Memory
+from prefetchshard.batches import Memory
 from prefetchshard.planning import Plan
 
 SAMPLED_BYTES = 512
@@ -26,15 +25,19 @@ def sample_of(plan: Plan, memory: Memory | None, passed: dict[int, Any]) -> byte
     values = [staged[index] if index in staged else passed.get(index) for index in range(len(plan.leaves))]
     parts = [repr([getattr(value, "shape", None) for value in values]).encode()]
     some = values[:: -(-len(values) // _LEAVES) or 1]
-    for value in some:
-        if isinstance(value, np.ndarray):
-            parts.append(_of_array(value, SAMPLED_BYTES // len(some)))
-        elif isinstance(value, (list, tuple, *_PLAIN)):
-            parts.append(_of_objects(value if isinstance(value, (list, tuple)) else [value]))
+    parts += [_some_bytes(value, SAMPLED_BYTES // len(some)) for value in some]
     return hashlib.blake2b(b"\n".join(parts), digest_size=16).digest()
 
 
-def _of_array(array: AnyArray, budget: int) -> bytes:
+def _some_bytes(value: Any, budget: int) -> bytes:
+    if isinstance(value, np.ndarray):
+        return _of_array(value, budget)
+    if isinstance(value, list | tuple):
+        return _of_objects(value)
+    return _of_objects([value])
+
+
+def _of_array(array: Any, budget: int) -> bytes:
     if array.dtype.hasobject:
         return _of_objects(array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist())
     array = np.asarray(array)  # of a masked array or a recarray, its numbers
@@ -45,6 +48,6 @@ def _of_array(array: AnyArray, budget: int) -> bytes:
     return flat[:: (flat.size // budget) | 1].tobytes()
 
 
-def _of_objects(values: Sequence[Any]) -> bytes:
+def _of_objects(values: Any) -> bytes:
     some = [value[:64] if isinstance(value, (str, bytes)) else value for value in values[:: max(1, len(values) // _OBJECTS)]]
     return "".join(repr(value) for value in some if type(value) in _PLAIN).encode("utf-8", "surrogatepass")

@@ -20,6 +20,7 @@ import numpy as np
 
 from prefetchshard import building
 from prefetchshard.batches import AnyArray, Memory
+from prefetchshard.stages import Pace
 from prefetchshard.staging import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
 
 _jax: Any = jax
@@ -273,18 +274,28 @@ def _shift(leaves: list[tuple[int, np.dtype[Any]]], pieces: int) -> int | None:
 @contextlib.contextmanager
 def staging_by(make: MakeStaging) -> Generator[None]:
     """Let loaders take their staging from this function, if their first run begins inside the block."""
-    names = building.__dict__
-    before = names["choose_staging"]
-    names["choose_staging"] = make
-    try:
+    with _instead("choose_staging", make):
         yield
-    finally:
-        names["choose_staging"] = before
 
 
 @contextlib.contextmanager
-def poisoned_staging(*, pieces: int | None = None) -> Generator[list[PoisonStaging]]:
+def _instead(name: str, thing: Any) -> Generator[None]:
+    names = building.__dict__
+    before = names[name]
+    names[name] = thing
+    try:
+        yield
+    finally:
+        names[name] = before
+
+
+@contextlib.contextmanager
+def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> Generator[list[PoisonStaging]]:
     """Let loaders stage in `PoisonStaging`, and look at its slots at the end.
+
+    Args:
+        pieces: see there.
+        waits_apart: one thread dispatches the transfers and another one waits for them, as on accelerators.
 
     Yields:
         The rings, in the order in which loaders began their first run.
@@ -299,7 +310,7 @@ def poisoned_staging(*, pieces: int | None = None) -> Generator[list[PoisonStagi
         rings.append(PoisonStaging(capacity, pieces=pieces))
         return rings[-1]
 
-    with staging_by(make):
+    with staging_by(make), _instead("Pace", lambda in_flight, **_: Pace(in_flight, waits_apart=waits_apart)):
         yield rings
     for ring in rings:
         ring.check()

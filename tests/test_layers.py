@@ -26,7 +26,7 @@ LAYERS = [
     ["stream_reader"],
     ["building"],
     ["loader", "report", "testing"],
-    ["__init__"],
+    ["__init__", "checkpoint"],
     ["demo"],  # a user of the public names
     ["cli"],
     ["__main__"],
@@ -34,7 +34,7 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 CORE_DEPENDENCIES = {"jax", "numpy", "anyio", "msgspec"}
-USES_EXTRAS = {"demo"}  # may import what an extra brings as soon as it is imported itself; nothing imports it before it is used
+USES_EXTRAS = {"checkpoint", "demo"}  # may import what an extra brings as soon as it is imported itself; nothing imports it before it is used
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -203,9 +203,12 @@ def test_an_interrupted_wait_leaves_nothing_behind() -> None:
     flag = Flag()
     with Interrupts(0.01) as interrupts:
         for _ in range(3):
-            with pytest.raises(KeyboardInterrupt):
-                interrupts.armed = True
+            interrupts.armed = True
+            try:
                 flag.wait()
+            except KeyboardInterrupt:
+                pass
+        assert interrupts.count == 3
     assert len(flag.parking) == 0
 
 
@@ -214,10 +217,13 @@ def test_no_wake_up_is_lost_under_load() -> None:
     turn, rounds = 0, 5_000
     parking = Parking()
 
+    def is_mine(me: int) -> bool:
+        return turn % 2 == me
+
     def play(me: int) -> None:
         nonlocal turn
         for _ in range(rounds):
-            parking.wait(lambda: turn % 2 == me)
+            parking.wait(lambda: is_mine(me))
             turn += 1
             parking.wake()
 

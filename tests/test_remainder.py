@@ -523,3 +523,21 @@ def test_values_stay_right_when_the_ring_is_used_again(S: NamedSharding) -> None
         want = np.concatenate([rows[start:stop], np.zeros((8 - stop + start, 1 << 14), np.float32)])
         assert np.array_equal(np.asarray(batch["x"]), want)
         del batch
+
+
+def test_fewer_examples_than_a_batch_with_collate(S: NamedSharding, R: NamedSharding) -> None:
+    """The only batch is the short one, and is filled up to the batch size where it has a row for each example."""
+
+    def stack(examples: list[Any]) -> dict[str, Any]:
+        return {"x": np.stack(examples), "table": np.ones(3, np.float32)}
+
+    for make in (lambda: iter(x(5)), lambda: Dataset(list(x(5)))):
+        loader = ps.Loader(make(), {"x": S, "table": R}, batch_size=8, collate=stack, remainder="pad", epochs=1)
+        (batch,) = (b for b, _ in sync(loader))
+        assert np.asarray(batch["x"]).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+        assert np.asarray(batch["mask"]).sum() == 5
+        assert batch["table"].shape == (3,)
+        (batch,) = (b for b, _ in sync(ps.Loader(make(), S, batch_size=8, collate=np.stack, remainder="pad")))
+        assert np.asarray(batch[0]).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    (batch,) = (b for b, _ in sync(ps.Loader(ragged([8, 8, 2]), R, batch_size=4, collate=pack, remainder="pad")))
+    assert (batch["t"].shape, np.asarray(batch["mask"]).tolist()) == ((4, 8), [True, True, True, False])

@@ -34,6 +34,15 @@ class HomeLoop:
         self._token: Any = token
         self._is_asyncio = hasattr(token, "call_soon_threadsafe")
 
+    def runs_here(self) -> bool:
+        """Whether this thread is inside it."""
+        try:
+            if self._is_asyncio:
+                return sys.modules["asyncio"].get_running_loop() is self._token
+            return sys.modules["trio"].lowlevel.current_trio_token() is self._token
+        except RuntimeError:  # no loop at all
+            return False
+
     def call_soon(self, function: Callable[[], object]) -> bool:
         """Call it in the loop. False where the loop is closed. Never blocks."""
         try:
@@ -179,6 +188,10 @@ class _Pump:
         return not self._stopped
 
     def _reply(self, item: Any, error: BaseException | None) -> None:
+        if isinstance(error, (GeneratorExit, anyio.get_cancelled_exc_class())):
+            shown = SourceError(f"the async source raised {type(error).__name__}, or was cancelled with its event loop")
+            shown.__cause__ = error
+            error = shown
         self._answer = (item, error)
         self._answered.wake()
 

@@ -103,7 +103,8 @@ class Checker:
     def _broken_run(self, loader: ps.Loader, stop: int, goes_on: bool) -> tuple[ps.Loader, bool]:
         iterator = iter(loader)
         ended = self._run(iterator, stop, goes_on=goes_on)
-        if ended:
+        if ended:  # the next run has other epochs
+            self._done = []
             return loader, False
         if self.case.leaves_by == "state":
             saved = ps.LoaderState.decode(iterator.state().encode())

@@ -407,7 +407,7 @@ def _options(random: Random, kind: str, data: Data, sizes: list[int], batch_size
     if random.random() < 0.5:
         options["workers"] = int(random.integers(1, 9))
     if random.random() < 0.3:
-        batch_bytes = (sizes[0] if sizes else batch_size) * (data.row_bytes + 1)
+        batch_bytes = max(sizes, default=batch_size) * (data.row_bytes + 1)
         options["host_memory"] = int(batch_bytes * random.uniform(1.0 if options["remainder"] != "drop" or not sizes else 2.0, 4.0))
     if kind in BY_INDEX:
         options |= {"shuffle": bool(random.random() < 0.6), "seed": int(random.integers(0, 1 << 40))}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from prefetchshard.agreement import Agreement
 from prefetchshard.batches import LeafSpec, PlacedBatch, Position
@@ -129,9 +130,10 @@ class Blueprint:
         source, settings = self._source, self._settings
         if not isinstance(source, Arrays) or settings.transform is not None or settings.collate is not None:
             return
-        if settings.pad is not None and isinstance(source.tree, Mapping):
-            check_mask_key(settings.pad, source.tree)
-        structure = self._rules.flatten_arrays(source.tree)
+        tree: Any = source.tree
+        if settings.pad is not None and hasattr(tree, "keys"):
+            check_mask_key(settings.pad, tree)
+        structure = self._rules.flatten_arrays(tree)
         plan = self._planner(x64, self._fit).for_arrays(source.leaves, structure)
         if settings.device_transform is None:
             self._specs[x64] = plan.spec()
@@ -353,7 +355,7 @@ class Blueprint:
             if isinstance(leaf, jax.Array):
                 found.append(leaf_spec(path_text(keys), leaf.shape, leaf.dtype, leaf.sharding))
             else:
-                found.append(LeafSpec(path_text(keys), getattr(leaf, "shape", ()), getattr(leaf, "dtype", object), HOST, 0))
+                found.append(LeafSpec(path_text(keys), getattr(leaf, "shape", ()), getattr(leaf, "dtype", np.dtype(object)), HOST, 0))
         return tuple(found)
 
     def steps(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,9 +83,7 @@ class DeviceTransform:
             run = self._compiled[signature] = self._jit(tree, leaves, step)
         result = run(step, *leaves)
         if on_host:
-            result = _jax.tree.map(
-                lambda x: on_host[x.index] if isinstance(x, _OnHost) else x, result, is_leaf=lambda x: isinstance(x, _OnHost)
-            )
+            result = _jax.tree.map(partial(_put_back, on_host), result, is_leaf=_is_stand_in)
         return result
 
     def _jit(self, tree: Any, leaves: list[Any], step: Any) -> Callable[..., Any]:
@@ -111,6 +110,14 @@ def _key(seed: int) -> Any:
     while seed := seed >> 32:
         key = _jax.random.fold_in(key, seed & 0xFFFFFFFF)
     return key
+
+
+def _is_stand_in(part: Any) -> bool:
+    return isinstance(part, _OnHost)
+
+
+def _put_back(on_host: dict[int, Any], part: Any) -> Any:
+    return on_host[part.index] if isinstance(part, _OnHost) else part
 
 
 def stand_in(index: int, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from prefetchshard.errors import BatchError
 from prefetchshard.faults import note, presentable
 from prefetchshard.full_batches import plan_full
 from prefetchshard.hooks import Hooks
-from prefetchshard.leaves import as_array, blank, check_example, check_key, narrows, stack_on_host, store
+from prefetchshard.leaves import as_array, blank, check_example, check_key, stack_on_host, store
 from prefetchshard.parking import Parking
-from prefetchshard.planning import MASK, Kind, Plan, Planner
+from prefetchshard.planning import MASK, Kind, Leaf, Plan, Planner
 from prefetchshard.sources.arrays import Rows, gather
 from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters
@@ -229,10 +229,11 @@ class Filler:
             mask = views[plan.mask_index]
             mask[:rows] = True
             mask[rows:] = False
-        for j, value in assembly.passed.items():
+        values: dict[int, Any] = assembly.passed
+        for j, value in values.items():
             kind = plan.leaves[j].kind
-            if kind is Kind.HOST and plan.leaves[j].has_rows and isinstance(value, list):
-                assembly.passed[j] = stack_on_host(value[:rows], plan.leaves[j].path, plan.rows)
+            if kind is Kind.HOST and plan.leaves[j].has_rows and type(value) is list:
+                assembly.passed[j] = stack_on_host(cast("list[Any]", value)[:rows], plan.leaves[j].path, plan.rows)
             elif kind is Kind.KEYS:
                 assembly.passed[j] = value[:rows]
         if plan.masks_on_host and plan.rows is not None:
@@ -513,5 +514,5 @@ def rows_of(plan: Plan, leaves: list[Any]) -> int | None:
     """The rows that a batch of the source's own making has."""
     for leaf, value in zip(plan.leaves, leaves, strict=True):
         if leaf.has_rows and (is_jax_array(value) or isinstance(value, np.ndarray)):
-            return int(value.shape[0])
+            return len(cast("Any", value))
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -99,7 +99,7 @@ class JaxContext:
         return stack
 
     @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self) -> Generator[None]:
         """Put them in force in this thread, all of them: what is changed for the whole process later does not reach it."""
         with contextlib.ExitStack() as stack:
             for manager, value in zip(_MANAGERS.values(), self._values, strict=True):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import math
 import mmap
+import operator
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -67,8 +69,13 @@ def is_numeric(dtype: np.dtype[Any]) -> bool:
     return dtype.type.__module__.split(".")[0] == "ml_dtypes" and dtype.name not in _NO_FORM
 
 
+def _is(value: Any, kind: Any) -> bool:
+    """`isinstance`, after which a type checker still takes the value for anything."""
+    return isinstance(value, kind)
+
+
 def _foreign(leaf: Any, path: str) -> AnyArray:
-    kind = type(leaf)
+    kind = cast("Any", type(leaf))
     if isinstance(leaf, (bool, float, complex, np.generic)):
         return np.asarray(leaf)
     if isinstance(leaf, int):
@@ -77,7 +84,7 @@ def _foreign(leaf: Any, path: str) -> AnyArray:
         raise LeafTypeError(path, f"{kind.__name__} {leaf[:30]!r}")
     if _is_torch(leaf):
         return _from_torch(leaf, path)
-    if isinstance(leaf, jax.Array) and not isinstance(leaf.dtype, np.dtype):
+    if isinstance(leaf, jax.Array) and not _is(leaf.dtype, np.dtype):
         raise LeafTypeError(path, f"an array of {leaf.dtype} among numbers", "let each example have PRNG keys there, or none")
     for offers, convert in _WAYS.items():
         if hasattr(leaf, offers):
@@ -99,7 +106,7 @@ def _converted(leaf: Any, path: str, convert: Callable[[Any], AnyArray]) -> AnyA
     try:
         return convert(leaf)
     except (TypeError, ValueError, BufferError) as error:
-        kind = type(leaf)
+        kind = cast("Any", type(leaf))
         raise LeafTypeError(path, f"an object of type {kind.__module__}.{kind.__qualname__}, of which NumPy makes no array,") from error
     except Exception as error:  # e.g. a jax.Array that was deleted
         error.add_note(f"leaf {path or '(the batch itself)'}")
@@ -217,8 +224,8 @@ def _store_floats(view: AnyArray, value: AnyArray, path: str, row: int | None) -
 
 def _overflows(value: AnyArray, dtype: np.dtype[Any]) -> AnyArray:
     if value.dtype.kind == "c":
-        part = np.empty(0, dtype).real.dtype
-        return _overflows(value.real, part) | _overflows(value.imag, part)
+        part = np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)
+        return _overflows(np.real(value), part) | _overflows(np.imag(value), part)
     with np.errstate(all="ignore"):
         return np.isinf(value.astype(dtype)) & ~np.isinf(value)
 
@@ -250,16 +257,18 @@ def own(value: Any, *, deep: bool = False) -> Any:
     Raises:
         SourceError: `deep`, and there is an object that cannot be copied.
     """
-    if isinstance(value, _IMMUTABLE) and not isinstance(value, np.void):  # np.void is a view
+    kind = cast("Any", type(value))
+    if _is(value, _IMMUTABLE) and not _is(value, np.void):  # np.void is a view
         return value
-    if isinstance(value, np.ndarray):
+    if _is(value, np.ndarray):
         return _own_array(value, deep)
-    if type(value) is dict:
+    if kind is dict:
         return {k: own(v, deep=deep) for k, v in value.items()}
-    if type(value) is list:
+    if kind is list:
         return [own(v, deep=deep) for v in value]
-    if isinstance(value, memoryview):
-        return memoryview(np.array(value))
+    if kind is memoryview:
+        copied: Any = np.array(value)
+        return memoryview(copied)
     children = _children(value)
     if children is not None:
         parts, rebuild = children
@@ -292,7 +301,7 @@ def _own_object(value: Any, deep: bool) -> Any:
 
 def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """What a container holds, and how to make one like it; None for what is not a container to JAX."""
-    parts, tree = _jax.tree_util.tree_flatten(value, is_leaf=lambda node: node is not value)
+    parts, tree = _jax.tree_util.tree_flatten(value, is_leaf=partial(operator.is_not, value))
     return None if tree == _LEAF else (parts, tree.unflatten)
 
 
@@ -324,12 +333,13 @@ def stack_on_host(values: list[Any], path: str, rows: int | None = None) -> Any:
 
 
 def _stack_containers(values: list[Any], path: str, rows: int | None) -> Any:
-    first = values[0]
-    if type(first) is dict:
+    first: Any = values[0]
+    kind = cast("Any", type(first))
+    if kind is dict:
         if any(type(v) is not dict or v.keys() != first.keys() for v in values):
             raise _other_form(path)
         return {k: stack_on_host([v[k] for v in values], f"{path}.{k}", rows) for k in first}
-    forms = [_jax.tree_util.tree_structure(v, is_leaf=lambda node, v=v: node is not v) for v in values]
+    forms = [_jax.tree_util.tree_structure(v, is_leaf=partial(operator.is_not, v)) for v in values]
     if any(form != forms[0] for form in forms):
         raise _other_form(path)
     parts = zip(*(forms[0].flatten_up_to(v) for v in values), strict=True)
@@ -346,9 +356,9 @@ def _other_form(path: str) -> BatchError:
 def _stack_values(values: list[Any]) -> AnyArray:
     first = values[0]
     if all(type(v) is type(first) for v in values):
-        if isinstance(first, np.ndarray) and all(v.shape == first.shape and v.dtype == first.dtype for v in values):
-            return np.ma.stack(values) if isinstance(first, np.ma.MaskedArray) else np.stack(values)
-        if isinstance(first, np.generic) and not isinstance(first, (np.str_, np.bytes_)) and all(v.dtype == first.dtype for v in values):
+        if _is(first, np.ndarray) and all(v.shape == first.shape and v.dtype == first.dtype for v in values):
+            return np.ma.stack(values) if _is(first, np.ma.MaskedArray) else np.stack(values)
+        if _is(first, np.generic) and not _is(first, (np.str_, np.bytes_)) and all(v.dtype == first.dtype for v in values):
             return np.array(values)
         if isinstance(first, (bool, float, complex)) or (isinstance(first, int) and all(-(2**63) <= v < 2**63 for v in values)):
             return np.array(values)

@@ -244,12 +244,12 @@ class Loader:
         seed: of shuffle, of `rng` and of `key`; a non-negative integer.
         epochs: epochs in one run; None for ever.
         transform: on the host, in the workers, on one example (on a batch where batch_size is None); a parameter named `rng` gets a
-            `numpy.random.Generator` made from `(seed, epoch, row)`.
+            `numpy.random.Generator` made from `(seed, epoch, row)`. It and `collate` get arrays and lists of their own, and may change them.
         device_transform: jitted, on the devices, on the batch after its transfer; a parameter named `key` gets a PRNG key of the step.
         microbatches: k: leaves become `(k, rows / k, *example)`, axis 0 not sharded.
         workers: reader threads; "auto" chooses by the CPUs.
-        reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item. False: it never does, so
-            that pulling and copying may overlap.
+        reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same
+            thread). False: it never does, so that pulling and copying may overlap, and what stays on the host is the source's own.
         depth: batches ready on the devices ahead of the one in use, at least 1.
         device_memory: bound, in bytes ("2GiB", or a number), on what is ahead of the batch in use on each device; lowers `depth` where
             needed. What cannot be kept to is an error, here where the source is arrays, else with the first batch.

@@ -76,9 +76,10 @@ def _goes_with(first: Any, sharding: Any) -> bool:
     """Whether one function can make arrays of both: it has one order of devices."""
     if sharding.memory_kind not in (None, "device") or not sharding.is_fully_addressable:
         return False
-    if isinstance(first, NamedSharding) and isinstance(sharding, NamedSharding):
-        return first.mesh == sharding.mesh
-    return len(sharding.device_set) == 1 and first.device_set == sharding.device_set
+    meshes = [one.mesh for one in (first, sharding) if isinstance(one, NamedSharding)]
+    if len(meshes) == 2:
+        return meshes[0] == meshes[1]
+    return len(devices_of(sharding)) == 1 and devices_of(first) == devices_of(sharding)
 
 
 def _is_packable(dtype: np.dtype[Any]) -> bool:

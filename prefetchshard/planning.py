@@ -10,7 +10,7 @@ import enum
 import math
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -162,7 +162,8 @@ class Plan:
         """Cut the leaves that stayed on the host into the microbatches of the others, where they have a row for each."""
         for index, value in passed.items():
             if isinstance(value, np.ndarray) and (index == MASK or self.leaves[index].has_rows):
-                passed[index] = value.reshape(self._cut(value.shape, True))
+                array = cast("AnyArray", value)
+                passed[index] = array.reshape(self._cut(array.shape, True))
 
     def assemble(self, placed: Sequence[Any], passed: dict[int, Any]) -> Any:
         """The batch as the consumer gets it, from the arrays in put order and the leaves that stayed on the host."""
@@ -370,7 +371,7 @@ class Planner:
             self._place(structure, leaves)  # again, now that it is known which axes are rows
         if self._pad is not None and rows is not None:
             for leaf in leaves:
-                if leaf.has_rows and (leaf.kind is Kind.STAGED or (leaf.kind is Kind.DEVICE and isinstance(leaf.target, np.dtype))):
+                if leaf.has_rows and (leaf.kind is Kind.STAGED or (leaf.kind is Kind.DEVICE and has_numpy_dtype(leaf))):
                     leaf.padding = pad_value(leaf.path, self._pad.value, leaf.target)
         return Plan(structure, leaves, rows, self._microbatches, self._pad, self.rules)
 
@@ -426,10 +427,16 @@ def check_mask_key(pad: Pad, batch: Mapping[Any, Any]) -> None:
         )
 
 
+def has_numpy_dtype(leaf: Leaf) -> bool:
+    """Whether it is made of numbers; PRNG keys have a dtype of JAX's own."""
+    dtype: Any = leaf.target
+    return isinstance(dtype, np.dtype)
+
+
 def _refused(path: str, refusal: Refusal, shape: Shape, value: Any) -> Leaf:
     """A leaf that no device can hold; a callable rule may still keep it on the host."""
-    dtype = getattr(value, "dtype", None)
-    dtype = dtype if isinstance(dtype, np.dtype) else _OBJECT
+    found: Any = getattr(value, "dtype", None)
+    dtype: DType = cast("DType", found) if isinstance(found, np.dtype) else _OBJECT
     leaf = Leaf(path, Kind.HOST, shape, dtype, dtype)
     leaf.refusal = refusal
     return leaf

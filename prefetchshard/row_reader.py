@@ -298,7 +298,7 @@ class RowReader:
         writer = task.filler.examples(assembly, part.start, len(rows))
         began = task.clock()
         many = source.read_many(rows) if isinstance(source, Dataset) and source.reads_many else None
-        seconds = {"source": task.clock() - began, "transform": 0.0, "copy": 0.0}
+        in_source, in_transform, in_copy = task.clock() - began, 0.0, 0.0
         for i, row in enumerate(rows):
             part.stage = "reading"
             began = task.clock()
@@ -314,15 +314,15 @@ class RowReader:
                 assembly.examples[part.start + i] = item
             else:
                 writer.write(item)
-            seconds["source"] += read - began
-            seconds["transform"] += done - read
-            seconds["copy"] += task.clock() - done
+            in_source += read - began
+            in_transform += done - read
+            in_copy += task.clock() - done
         began = task.clock()
         writer.finish()
-        seconds["copy"] += task.clock() - began
+        in_copy += task.clock() - began
         if task.batch_size is None:
-            seconds["copy"] = 0.0  # measured where it is written
-        task.meters.add(**seconds)
+            in_copy = 0.0  # measured where it is written
+        task.meters.add(source=in_source, transform=in_transform, copy=in_copy)
 
     def _transformed(self, item: Any, assembly: Assembly, row: int) -> Any:
         hooks = self._task.hooks

@@ -249,7 +249,7 @@ def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
 
 
 def _words(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage] - documented; the only way to a thread's stack
     stack = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
     return (
         f"thread {thread.name} is still inside the source's own code and was given up on; it ends when that code returns. "

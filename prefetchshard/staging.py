@@ -180,7 +180,7 @@ class AliasedStaging:
         loan.alike = alike
         with self._lock:
             self._lent[id(loan)] = loan
-        return np.ndarray(shape, dtype, buffer)
+        return np.ndarray(shape, dtype, buffer)  # pyright: ignore[reportCallIssue, reportArgumentType] - a ctypes array exports a buffer
 
     def _collect(self) -> None:
         """Take back what died since the last call. The caller holds the lock."""

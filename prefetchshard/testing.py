@@ -20,6 +20,8 @@ import numpy as np
 
 from prefetchshard import building
 from prefetchshard.batches import AnyArray, Memory
+from prefetchshard.source_checks import SourceReport as SourceReport
+from prefetchshard.source_checks import check_source as check_source
 from prefetchshard.stages import Pace
 from prefetchshard.staging import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
 
@@ -310,7 +312,10 @@ def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> 
         rings.append(PoisonStaging(capacity, pieces=pieces))
         return rings[-1]
 
-    with staging_by(make), _instead("Pace", lambda in_flight, **_: Pace(in_flight, waits_apart=waits_apart)):
+    def pace(in_flight: int, **_: Any) -> Pace:
+        return Pace(in_flight, waits_apart=waits_apart)
+
+    with staging_by(make), _instead("Pace", pace):
         yield rings
     for ring in rings:
         ring.check()

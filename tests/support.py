@@ -121,7 +121,7 @@ def _disturbed(
                 now = dis.opname[frame.f_code.co_code[frame.f_lasti]]
                 if is_place(last, now):
                     places += 1
-                    if places == step + 1:
+                    if places == step + 1:  # noqa: B023 - called in this round only
                         was_disturbed = True
                         sys.settrace(None)
                         disturb()

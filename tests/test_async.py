@@ -1,4 +1,4 @@
-"""The async consumer on asyncio and trio: nothing is lost however it is cancelled, and the loop is never blocked (laws 7 and 10; C45, C46)."""
+"""The async consumer on asyncio and trio: nothing is lost however it is cancelled, and the loop is never blocked."""
 
 from __future__ import annotations
 

@@ -181,7 +181,9 @@ class Model:
 @given(
     st.integers(1, 4),
     st.booleans(),
-    st.lists(st.tuples(st.sampled_from(["reserve", "send", "withdraw", "fail", "take", "release", "untake"]), st.integers(0, 9)), max_size=60),
+    st.lists(
+        st.tuples(st.sampled_from(["reserve", "send", "withdraw", "fail", "take", "release", "untake"]), st.integers(0, 9)), max_size=60
+    ),
 )
 def test_it_is_a_bounded_line(capacity: int, held: bool, steps: list[tuple[str, int]]) -> None:
     """Against a model in one thread: order, bound, and when it is over, after every step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -11,15 +12,56 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import prefetchshard as ps
 from support import REPOSITORY
 
 pytest.importorskip("optax")
 pytest.importorskip("sklearn")
 
+# A loop that is quick to start again: weights and loader's state in one file that is replaced as a whole.
+SMALL = """
+import hashlib, json, os, sys
+from pathlib import Path
+
+import jax, jax.numpy as jnp, numpy as np
+import prefetchshard as ps
+
+folder, epochs, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+file, unfinished = folder / "small.npz", folder / "small.new.npz"
+out = os.fdopen(os.dup(1), "w", buffering=1)
+rows = {"id": np.arange(200, dtype=np.int32), "x": np.linspace(0, 1, 800, dtype=np.float32).reshape(200, 4)}
+weights, state = jnp.zeros(4), None
+if file.exists():
+    with np.load(file) as saved:
+        weights, state = jnp.asarray(saved["weights"]), ps.LoaderState.decode(saved["state"].tobytes())
+
+def augment(row, rng):
+    return {**row, "x": row["x"] + rng.random(4, np.float32)}
+
+@jax.jit
+def learn(weights, x):
+    return weights + jnp.tanh(x @ weights + 1) @ x / 16
+
+loader = ps.Loader(rows, batch_size=16, shuffle=True, seed=4, epochs=epochs, remainder="pad", transform=augment, state=state)
+with loader:
+    batches = iter(loader)
+    for batch in batches:
+        seen = hashlib.sha256(np.asarray(batch["x"]).tobytes()).hexdigest()[:16]
+        print(json.dumps({"learns": np.asarray(batch["id"])[np.asarray(batch["mask"])].tolist(), "seen": seen}), file=out)
+        weights = learn(weights, batch["x"])
+        step = batches.position.step
+        print(json.dumps({"step": step}), file=out)
+        if (step + 1) % every == 0 or batches.position.ends_epoch:
+            np.savez(unfinished, weights=np.asarray(weights), state=np.frombuffer(batches.state().encode(), np.uint8))
+            os.replace(unfinished, file)
+print(json.dumps({"end": np.asarray(weights).tobytes().hex()}), file=out)
+"""
+
 # The demo's own loop over its own loaders, every step's rows written down before it is learnt from.
-CHILD = """
+DEMO = """
 import hashlib, json, os, sys
 from pathlib import Path
 
@@ -60,18 +102,21 @@ demo.run(demo.Options(epochs=epochs, checkpoint=folder, checkpoint_every=every, 
 """
 
 
-def lives(folder: Path, epochs: int, every: int, kills: int, seed: int, way: str = "sync") -> tuple[list[dict[str, Any]], str, int]:
-    """Runs the child until it ends, killing it so many times; what effective steps learnt, the end's fingerprint, and the kills.
+def lives(program: str, folder: Path, *, every: int, kills: int, seed: int, way: str = "sync") -> tuple[list[dict[str, Any]], str, int]:
+    """Runs a program over three epochs until it ends, killing it so many times at some moment.
 
-    A step is effective where its result lives on: from each life the steps count that were saved, or that are of the last life.
+    A step is effective where its result lives on: of each life those that were saved, of the last one all.
+
+    Returns:
+        What effective steps learnt, the fingerprint of the end, and the kills.
     """
+    faulthandler.cancel_dump_traceback_later()  # it may take long, and is watched by itself
     rng = random.Random(seed)
     effective: list[dict[str, Any]] = []
-    command = [sys.executable, "-c", CHILD, str(folder), str(epochs), str(every), way]
+    command = [sys.executable, "-c", program, str(folder), "3", str(every), way]
     killed = 0
     while True:
-        begun = _saved_steps(folder)
-        del effective[begun:]
+        del effective[saved_steps(folder) :]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
@@ -98,45 +143,38 @@ def lives(folder: Path, epochs: int, every: int, kills: int, seed: int, way: str
         killed += 1
 
 
-def _saved_steps(folder: Path) -> int:
-    """The steps whose results are saved, as the demo itself will read them."""
-    from prefetchshard.demo import Checkpoint
+def saved_steps(folder: Path) -> int:
+    """The steps whose results are saved, read as the programs read them."""
+    for name, key in (("small.npz", "state"), ("digits.npz", "loader")):
+        if (folder / name).exists():
+            with np.load(folder / name) as saved:
+                return ps.LoaderState.decode(saved[key].tobytes()).step
+    return 0
 
-    saved = Checkpoint(folder).load()
-    return saved.loader.step if saved else 0
+
+def test_a_small_loop_killed_a_few_times(tmp_path: Path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    alone.mkdir()
+    killed.mkdir()
+    steps, end, kills = lives(SMALL, alone, every=100, kills=0, seed=0)
+    assert (len(steps), kills) == (39, 0)
+    for epoch in range(3):
+        assert sorted(row for step in steps[13 * epoch : 13 * epoch + 13] for row in step["learns"]) == list(range(200))
+    assert lives(SMALL, killed, every=2, kills=4, seed=1) == (steps, end, 4)
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
-    steps, end, killed = lives(tmp_path_factory.mktemp("alone"), 3, 10, 0, 0)
-    assert killed == 0
-    assert len(steps) == 66
+def demo_left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
+    steps, end, kills = lives(DEMO, tmp_path_factory.mktemp("alone"), every=10, kills=0, seed=0)
+    assert (len(steps), kills) == (66, 0)
     assert len({row for step in steps[:22] for row in step["learns"]}) == 22 * 64
     return steps, end
 
 
-def test_killed_a_few_times(left_alone: Any, tmp_path: Path) -> None:
-    steps, end, killed = lives(tmp_path, 3, 1, 4, 1)
-    assert killed == 4
-    assert steps == left_alone[0]
-    assert end == left_alone[1]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["sync", "async"])
-def test_killed_fifty_times(way: str, left_alone: Any, tmp_path: Path) -> None:
-    steps, end, killed = lives(tmp_path, 3, 1, 50, 2, way)
-    assert killed == 50
-    assert steps == left_alone[0]
-    assert end == left_alone[1]
-
-
-@pytest.mark.slow
-def test_killed_where_only_every_few_steps_are_saved(left_alone: Any, tmp_path: Path) -> None:
-    steps, end, killed = lives(tmp_path, 3, 4, 12, 3)
-    assert killed == 12
-    assert steps == left_alone[0]
-    assert end == left_alone[1]
+@pytest.mark.parametrize(("way", "every", "kills"), [("sync", 1, 50), ("async", 1, 8), ("sync", 4, 8)])
+def test_the_demo_killed_again_and_again(way: str, every: int, kills: int, demo_left_alone: Any, tmp_path: Path) -> None:
+    assert lives(DEMO, tmp_path, every=every, kills=kills, seed=kills, way=way) == (*demo_left_alone, kills)
 
 
 def test_the_unfinished_file_of_a_killed_save_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -146,17 +184,9 @@ def test_the_unfinished_file_of_a_killed_save_is_in_nobodys_way(tmp_path: Path) 
     assert checkpoint.load() is None
     (tmp_path / "digits.new.npz").write_bytes(b"half")
     assert checkpoint.load() is None
-    state = _any_state()
+    state = ps.Loader(np.zeros((8, 1), np.float32), batch_size=8).state()
     checkpoint.save(demo.Saved([], 0.5, state))
     back = checkpoint.load()
     assert back is not None
     assert (back.accuracy, back.loader) == (0.5, state)
     assert os.listdir(tmp_path) == ["digits.npz"]
-
-
-def _any_state() -> Any:
-    import numpy as np
-
-    import prefetchshard as ps
-
-    return ps.Loader(np.zeros((8, 1), np.float32), batch_size=8).state()

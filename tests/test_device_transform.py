@@ -1,4 +1,4 @@
-"""`device_transform`: jitted once, on the devices, dispatched and handed on unfinished (laws 9 and 11)."""
+"""`device_transform`: jitted once, on the devices, dispatched and handed on unfinished."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_explicit_and_auto_meshes(axis_type: str, consume: Consume) -> None:
         assert np.array_equal(joined(consume(constrained)), IMAGES + 1)
 
 
-# -- law 11
+# -- handed on unfinished
 
 
 class Unfinished:

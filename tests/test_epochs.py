@@ -1,4 +1,4 @@
-"""Epochs follow each other without a bubble, runs go on with their numbers, and a length is the number of batches (C27, C30)."""
+"""Epochs follow each other without a bubble, runs go on with their numbers, and a length is the number of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caller's JAX settings count, in all threads of a run, as they were at `iter()` (law 9; C47)."""
+"""The caller's JAX settings count, in all threads of a run, as they were at `iter()`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LAYERS = [
     ["device_work", "hooks", "planning", "sources.asynchronous"],
     ["aio", "full_batches", "sampling", "sources", "stages"],
     ["filling"],
-    ["reading"],
+    ["reading", "source_checks"],
     ["resuming", "retracing", "row_reader", "run"],
     ["stream_reader"],
     ["building"],

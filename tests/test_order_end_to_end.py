@@ -1,4 +1,4 @@
-"""Batches come in source order, each row once an epoch, whatever the source, the workers, the mesh and the consumer (laws 1 and 2)."""
+"""Batches come in source order, each row once an epoch, whatever the source, the workers, the mesh and the consumer."""
 
 from __future__ import annotations
 

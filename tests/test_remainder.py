@@ -1,4 +1,4 @@
-"""What becomes of a last batch that is not full, for every kind of source (C25, C26, C28)."""
+"""What becomes of a last batch that is not full, for every kind of source."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -35,11 +36,11 @@ class Arrays:
         self.tree = tree
         self.leaves = leaves
         self.length = length
-        self._treedef = jax.tree.structure(tree)
+        self._treedef: Any = _jax.tree.structure(tree)
 
     def unflatten(self, leaves: list[Any]) -> Any:
         """A tree like the source's over other leaves."""
-        return jax.tree.unflatten(self._treedef, leaves)
+        return self._treedef.unflatten(leaves)
 
     def read(self, row: int) -> Any:
         """An example of its own: what a transform does to it never reaches the source."""
@@ -85,7 +86,7 @@ def find_arrays(source: Any) -> Arrays | None:
         return None
     try:
         paths_and_leaves, _ = _jax.tree_util.tree_flatten_with_path(
-            source, is_leaf=lambda node: node is not source and isinstance(node, list)
+            source, is_leaf=partial(_is_list_below, source)
         )
     except ValueError as error:
         raise ConfigError(f"JAX cannot take the source apart: {error} Give each mapping in it keys of one type") from error
@@ -98,6 +99,10 @@ def find_arrays(source: Any) -> Arrays | None:
     return None
 
 
+def _is_list_below(source: Any, node: Any) -> bool:
+    return node is not source and isinstance(node, list)
+
+
 def _is_container(source: Any) -> bool:
     """A mapping, a tuple, or a container that JAX knows; a mapping that JAX does not know is turned away by name."""
     if isinstance(source, (Mapping, tuple)):
@@ -105,18 +110,24 @@ def _is_container(source: Any) -> bool:
     return not hasattr(source, "__next__") and not jax.tree_util.all_leaves([source]) and source is not None
 
 
+def name_of_type(value: object) -> str:
+    return type(value).__qualname__
+
+
 def _refuse(source: Any, paths: list[str], leaves: list[Any]) -> None:
+    what_it_is = name_of_type(source)
     odd = next(((p, leaf) for p, leaf in zip(paths, leaves, strict=True) if not isinstance(leaf, np.ndarray)), None)
     if isinstance(source, Mapping) and (odd is None or not paths or odd[1] is source):
         raise ConfigError(
-            f"the source is a mapping of type {type(source).__qualname__} without arrays that JAX can see; "
+            f"the source is a mapping of type {what_it_is} without arrays that JAX can see; "
             f"pass dict(source), or wrap the values in NumPy arrays of one leading size"
         )
     assert odd is not None
     path, leaf = odd
-    what = "a list" if isinstance(leaf, list) else f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    kind = cast("Any", type(leaf))
+    what = "a list" if kind is list else f"a {kind.__module__}.{kind.__qualname__}"
     raise ConfigError(
-        f"the source is a {type(source).__qualname__} whose entry {path!r} is {what}, not a NumPy array: make every entry an array of "
+        f"the source is a {what_it_is} whose entry {path!r} is {what}, not a NumPy array: make every entry an array of "
         f"one leading size (`np.asarray` makes one), or pass a list of examples, or a list of batches without batch_size"
     )
 

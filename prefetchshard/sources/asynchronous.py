@@ -175,8 +175,8 @@ class _Pump:
 
     async def _close_iterator(self) -> None:
         iterator, self._iterator = self._iterator, None
-        close = getattr(iterator, "aclose", None)
-        if callable(close) and not isinstance(sys.exception(), GeneratorExit):
+        close: Any = getattr(iterator, "aclose", None)
+        if close is not None and not isinstance(sys.exception(), GeneratorExit):
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
                 await close()
 
@@ -212,14 +212,18 @@ class _Pump:
         if not request(self.wanted):
             raise SourceError("the event loop of the async source is closed")
         self._answered.wait(lambda: self._answer is not None or self._over or cancelled())
-        if self._answer is None:
+        answer = self._taken_answer()
+        if answer is None:
             if cancelled():
                 return END
             raise SourceError("the event loop of the async source was closed while an item was awaited")
-        item, error = self._answer
+        item, error = answer
         if error is not None:
             raise error
         return item
+
+    def _taken_answer(self) -> tuple[Any, BaseException | None] | None:
+        return self._answer
 
     def wait_over(self, timeout_seconds: float | None) -> None:
         self._answered.wait(lambda: self._over, timeout_seconds)

@@ -8,7 +8,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 from prefetchshard.errors import SourceError, UsedUpError
 from prefetchshard.sources.stateful import StatePair, find_pair, refuse_snapshot
@@ -210,9 +210,10 @@ def takes_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether the function has a parameter of that name that is still to be given; False where its signature cannot be read."""
     if isinstance(function, functools.partial) and name in function.keywords:
         return False
+    asked_of = cast("Any", function)
     try:
-        asked = inspect.signature(function).parameters.get(name)
-        taken = inspect.signature(function, follow_wrapped=False).parameters  # a wrapper may pass on less than it is said to take
+        asked = inspect.signature(asked_of).parameters.get(name)
+        taken = inspect.signature(asked_of, follow_wrapped=False).parameters  # a wrapper may pass on less than it is said to take
     except (TypeError, ValueError):
         return False
     if asked is None or asked.kind not in (asked.POSITIONAL_OR_KEYWORD, asked.KEYWORD_ONLY):

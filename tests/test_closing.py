@@ -1,0 +1,1179 @@
+"""Law 7: closing is idempotent, allowed from anywhere, bounded whatever the source does, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import prefetchshard as ps
+from fakes import SOURCES, STREAMS, AsyncItems, Dataset, Examples, Gate, Items, Iterable, batch, factory, first, generator, nothing
+from support import Interrupts, interrupted_everywhere, loader_threads, stacks, wait_until
+
+BOUND_SECONDS = 4.0
+"""What closing may take here; the library gives up after 1.5, and the machine may be busy."""
+ENDLESS = 10**9
+
+every_source = pytest.mark.parametrize("kind", SOURCES)
+every_stream = pytest.mark.parametrize("kind", STREAMS)
+
+
+class Thread(threading.Thread):
+    """Runs a function and keeps what it returned or raised."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.function = function
+        self.result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.function()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.result = error
+
+    def returned(self) -> Any:
+        self.join(20)
+        assert not self.is_alive(), stacks([self])
+        return self.result
+
+
+def no_threads() -> bool:
+    return loader_threads() == []
+
+
+def full(iterator: ps.LoaderIterator) -> bool:
+    """Whether it has read as far ahead as it may."""
+    stats = iterator.stats()
+    return stats.ready.senders_waiting + stats.host.senders_waiting >= 2
+
+
+def closed_in_time(close: Callable[[], object]) -> None:
+    began = time.monotonic()
+    close()
+    assert time.monotonic() - began < BOUND_SECONDS
+
+
+def ended(iterator: Any) -> bool:
+    """Whether `next` ends at once, again and again."""
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(iterator)
+    return True
+
+
+# --- nothing stays
+
+
+def exhaust(loader: ps.Loader) -> None:
+    for _ in loader:
+        pass
+
+
+def close_iterator(loader: ps.Loader) -> None:
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+
+
+def close_before_the_first(loader: ps.Loader) -> None:
+    iter(loader).close()
+
+
+def leave_the_with(loader: ps.Loader) -> None:
+    with loader:
+        for _ in loader:
+            break
+
+
+def close_the_loader(loader: ps.Loader) -> None:
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    assert ended(iterator)
+
+
+def raise_in_the_loop(loader: ps.Loader) -> None:
+    with pytest.raises(ZeroDivisionError), loader:
+        for _ in loader:
+            raise ZeroDivisionError
+
+
+def close_the_spec(loader: ps.Loader) -> None:
+    loader.spec()
+    loader.close()
+
+
+def close_async(loader: ps.Loader) -> None:
+    async def main() -> None:
+        async with loader:
+            async for _ in loader:
+                break
+
+    asyncio.run(main())
+
+
+ENDS = [exhaust, close_iterator, close_before_the_first, leave_the_with, close_the_loader, raise_in_the_loop, close_the_spec, close_async]
+
+
+@every_source
+@pytest.mark.parametrize("end", ENDS)
+def test_no_thread_is_left_when_it_returns(kind: str, end: Callable[[ps.Loader], None], S: NamedSharding) -> None:
+    loader = ps.prefetch(SOURCES[kind](20), S, transform=lambda x: x)
+    end(loader)
+    assert no_threads()
+
+
+def break_off(loader: ps.Loader) -> None:
+    for _ in loader:
+        break
+
+
+def drop_iterator(loader: ps.Loader) -> None:
+    iterator = iter(loader)
+    next(iterator)
+
+
+def drop_before_the_first(loader: ps.Loader) -> None:
+    iter(loader)
+
+
+def drop_in_a_cycle(loader: ps.Loader) -> None:
+    cycle: list[Any] = [iter(loader)]
+    next(cycle[0])
+    cycle.append(cycle)
+
+
+def drop_after_an_error(loader: ps.Loader) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in loader:
+            raise ZeroDivisionError
+
+
+def drop_spec(loader: ps.Loader) -> None:
+    loader.spec()
+
+
+def drop_full(loader: ps.Loader) -> None:
+    iterator = iter(loader)
+    next(iterator)
+    wait_until(lambda: full(iterator))
+
+
+def drop_at_the_end(loader: ps.Loader) -> None:
+    """All threads have ended; batches are left that nobody took."""
+    iterator = iter(loader)
+    for _ in range(18):
+        next(iterator)
+    wait_until(lambda: iterator.run.has_ended)
+
+
+DROPS = [break_off, drop_iterator, drop_before_the_first, drop_in_a_cycle, drop_after_an_error, drop_spec, drop_full, drop_at_the_end]
+
+
+@every_source
+@pytest.mark.parametrize("drop", DROPS)
+def test_who_drops_it_stops_it(kind: str, drop: Callable[[ps.Loader], None], S: NamedSharding) -> None:
+    """Without `close()`: the threads end by themselves, and let go of the source."""
+    source = SOURCES[kind](20)
+    loader = ps.prefetch(source, S)
+    dead = [weakref.ref(loader)] if kind in ("factory", "async generator") else [weakref.ref(loader), weakref.ref(source)]
+    drop(loader)
+    del loader, source
+    gc.collect()
+    wait_until(no_threads)
+    wait_until(lambda: [ref() for ref in dead] == [None] * len(dead))
+
+
+@pytest.mark.parametrize("kind", ["dataset", "iterable"])
+@pytest.mark.parametrize("drop", [d for d in DROPS if d is not drop_spec])
+def test_a_loader_that_is_kept_keeps_no_dropped_run(kind: str, drop: Callable[[ps.Loader], None], S: NamedSharding) -> None:
+    loader = ps.prefetch(SOURCES[kind](20), S)
+    drop(loader)
+    gc.collect()
+    wait_until(no_threads)
+    assert [first(b) for b in loader] == list(range(20))
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "end", "fail"])
+def test_queued_batches_die(how: str, S: NamedSharding) -> None:
+    """Also where the loader lives on."""
+
+    def act(i: int) -> None:
+        if how == "fail" and i == 5:
+            raise ZeroDivisionError
+
+    loader = ps.prefetch(Dataset(5 if how == "end" else 20, act), S, workers=2)
+    iterator = iter(loader)
+    refs = [weakref.ref(next(iterator))]
+    wait_until(lambda: iterator.stats().ready.ready >= 2)
+    peeked: Any = iterator.run.outbox.peek_nowait()
+    refs.append(weakref.ref(peeked.batch))
+    del peeked
+    if how == "close":
+        iterator.close()
+    elif how == "fail":
+        with pytest.raises(ZeroDivisionError):
+            exhaust(iterator)  # pyright: ignore[reportArgumentType]
+    elif how == "end":
+        exhaust(iterator)  # pyright: ignore[reportArgumentType]
+    else:
+        del iterator
+        wait_until(no_threads)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+    assert isinstance(loader, ps.Loader)
+
+
+def test_the_finaliser_takes_no_lock_and_waits_for_nobody(S: NamedSharding) -> None:
+    """It runs wherever an allocation happens: also in a thread that holds the queue's lock."""
+    gate = Gate(3)
+    loader = ps.prefetch(generator(ENDLESS, gate), S)
+    cycle: list[Any] = [iter(loader), loader]
+    cycle.append(cycle)
+    gate.inside.wait(10)
+    run = cycle[0].run
+    del loader, cycle
+    with run.outbox._lock, run._inbox._lock:  # pyright: ignore[reportPrivateUsage]
+        began = time.monotonic()
+        gc.collect()
+        assert time.monotonic() - began < 1
+        assert run.outbox.cancelled
+    assert loader_threads()  # the source is blocked still
+    gate.open()
+    wait_until(no_threads)
+
+
+def test_garbage_may_be_collected_in_any_thread(S: NamedSharding) -> None:
+    """Collections all the time, in threads of other runs too, that finalise dropped runs: nobody waits for anybody."""
+    gc.freeze()
+    old = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        for i in range(20):
+            cycle: list[Any] = [iter(ps.prefetch(factory(50), S, transform=lambda x: x))]
+            cycle.append(cycle)
+            next(cycle[0])
+            if i % 4 == 0:
+                exhaust(ps.prefetch(factory(4), S))
+    finally:
+        gc.set_threshold(*old)
+        gc.unfreeze()
+    del cycle
+    gc.collect()
+    wait_until(no_threads)
+
+
+# --- who may close, and when
+
+
+@every_source
+def test_closing_again_does_nothing(kind: str, S: NamedSharding) -> None:
+    loader = ps.prefetch(SOURCES[kind](20), S)
+    iterator = iter(loader)
+    next(iterator)
+    for _ in range(3):
+        iterator.close()
+        loader.close()
+        assert no_threads()
+    assert ended(iterator)
+
+
+def test_closing_what_never_ran(S: NamedSharding) -> None:
+    source = Items(3)
+    loader = ps.prefetch(source, S)
+    loader.close()
+    with loader:
+        pass
+    assert source.closed == 0
+    assert [first(b) for b in loader] == [0, 1, 2]
+
+
+@every_source
+def test_many_threads_close_at_once(kind: str, S: NamedSharding) -> None:
+    loader = ps.prefetch(SOURCES[kind](ENDLESS), S)
+    iterator = iter(loader)
+    next(iterator)
+    start = threading.Barrier(8)
+
+    def close() -> list[threading.Thread]:
+        start.wait()
+        (iterator if threading.get_ident() % 2 else loader).close()
+        return loader_threads()
+
+    closers = [Thread(close) for _ in range(8)]
+    assert [closer.returned() for closer in closers] == [[]] * 8
+    assert ended(iterator)
+
+
+@every_source
+def test_the_source_may_close(kind: str, S: NamedSharding) -> None:
+    """From inside: of the source, where that is how it says that it is done."""
+    runs: list[ps.LoaderIterator] = []
+    started = threading.Event()
+
+    def act(i: int) -> None:
+        if i == 3:
+            started.wait(10)
+            runs[0].close()
+
+    loader = ps.prefetch(SOURCES[kind](ENDLESS, act), S)
+    runs.append(iter(loader))
+    started.set()
+    got = [first(b) for b in runs[0]]
+    assert got == list(range(len(got)))
+    assert len(got) <= 3
+    assert ended(runs[0])
+    wait_until(no_threads)
+    runs.clear()
+
+
+@pytest.mark.parametrize("kind", ["generator", "dataset", "async generator"])
+@pytest.mark.parametrize("whole_loader", [False, True])
+def test_a_transform_may_close(kind: str, whole_loader: bool, S: NamedSharding) -> None:
+    runs: list[Any] = []
+    started = threading.Event()
+
+    def transform(value: Any) -> Any:
+        if first(value) == 3:
+            started.wait(10)
+            runs[whole_loader].close()
+        return value
+
+    loader = ps.prefetch(SOURCES[kind](ENDLESS), S, transform=transform, workers=2)
+    runs[:] = [iter(loader), loader]
+    started.set()
+    began = time.monotonic()
+    assert len(list(runs[0])) <= 3
+    assert time.monotonic() - began < BOUND_SECONDS
+    wait_until(no_threads)
+    runs.clear()
+
+
+def test_the_sources_own_close_may_close_the_loader(S: NamedSharding) -> None:
+    runs: list[Any] = []
+
+    class Owner(Items):
+        def close(self) -> None:
+            super().close()
+            runs[0].close()
+
+    source = Owner(ENDLESS)
+    runs.append(ps.prefetch(source, S))
+    iterator = iter(runs[0])
+    next(iterator)
+    closed_in_time(iterator.close)
+    assert source.closed == 1
+    assert no_threads()
+    runs.clear()
+
+
+def test_a_device_transform_may_close(S: NamedSharding) -> None:
+    runs: list[Any] = []
+    started = threading.Event()
+
+    def trace(value: Any) -> Any:
+        started.wait(10)
+        runs[0].close()
+        return value
+
+    runs.append(ps.prefetch(generator(ENDLESS), S, device_transform=trace))
+    iterator = iter(runs[0])
+    started.set()
+    assert list(iterator) == []
+    wait_until(no_threads)
+    runs.clear()
+
+
+def test_a_signal_handler_may_close_while_its_thread_closes(S: NamedSharding) -> None:
+    gate = Gate(2)
+    iterator = iter(ps.prefetch(generator(ENDLESS, gate), S))
+    gate.inside.wait(10)
+    handled = threading.Event()
+
+    def handler(*_: object) -> None:
+        iterator.close()
+        handled.set()
+        gate.open()
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ps.StuckThreadWarning)
+            closed_in_time(iterator.close)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert handled.is_set()
+    wait_until(no_threads)
+
+
+def test_a_finaliser_of_the_users_may_close_in_a_thread_of_the_run(S: NamedSharding) -> None:
+    """A trainer with `__del__` that closes its loader, found by a collection in one of the loader's own threads."""
+
+    class Trainer:
+        def __init__(self, iterator: ps.LoaderIterator) -> None:
+            self.iterator = iterator
+            self.cycle = self
+
+        def __del__(self) -> None:
+            self.iterator.close()
+
+    collect = threading.Event()
+    collected = threading.Event()
+
+    def act(i: int) -> None:
+        if i == 3:
+            collect.wait(10)
+            gc.collect()
+            collected.set()
+
+    iterator = iter(ps.prefetch(generator(ENDLESS, act), S))
+    gc.disable()
+    try:
+        trainer = Trainer(iterator)
+        del trainer
+        collect.set()
+        assert collected.wait(10)
+    finally:
+        gc.enable()
+    assert len(list(iterator)) <= 3
+    wait_until(no_threads)
+
+
+@every_source
+def test_a_consumer_that_waits_ends_when_another_thread_closes(kind: str, S: NamedSharding) -> None:
+    gate = Gate(2)
+    iterator = iter(ps.prefetch(SOURCES[kind](ENDLESS, gate), S, workers=1))
+    assert [first(next(iterator)), first(next(iterator))] == [0, 1]
+    consumer = Thread(lambda: next(iterator))
+    wait_until(lambda: iterator.stats().ready.receivers_waiting == 1)
+    threading.Timer(0.05, gate.open).start()
+    closed_in_time(iterator.close)
+    assert isinstance(consumer.returned(), StopIteration)
+    assert no_threads()
+
+
+def test_it_does_not_wait_for_the_closer(S: NamedSharding) -> None:
+    """The source is stuck, so closing takes its time; the consumer ends at once."""
+    gate = Gate(1)
+    iterator = iter(ps.prefetch(generator(ENDLESS, gate), S))
+    next(iterator)
+    ends: list[float] = []
+
+    def consume() -> None:
+        exhaust(iterator)  # pyright: ignore[reportArgumentType]
+        ends.append(time.monotonic())
+
+    consumer = Thread(consume)
+    wait_until(lambda: iterator.stats().ready.receivers_waiting == 1)
+    with pytest.warns(ps.StuckThreadWarning):
+        iterator.close()
+    returned = time.monotonic()
+    consumer.returned()
+    assert returned - ends[0] > 1
+    gate.open()
+    wait_until(no_threads)
+
+
+# --- sources that block
+
+
+def test_a_blocked_source_is_closed_from_outside(S: NamedSharding) -> None:
+    """C05."""
+
+    class Blocks:
+        def __init__(self) -> None:
+            self.gate = threading.Event()
+            self.asked = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            self.asked += 1
+            if self.asked > 1:
+                self.gate.wait()
+                raise StopIteration
+            return np.ones(8)
+
+        def close(self) -> None:
+            self.gate.set()
+
+    for loader in (ps.prefetch(Blocks(), S), ps.prefetch(Blocks, S)):
+        iterator = iter(loader)
+        next(iterator)
+        began = time.monotonic()
+        iterator.close()
+        assert time.monotonic() - began < 2
+        assert no_threads()
+        assert ended(iterator)
+        iterator.close()
+
+
+def stuck_here(gate: Gate, i: int) -> None:
+    gate(i)
+
+
+@every_source
+def test_a_source_that_stays_blocked_is_named_and_given_up_on(kind: str, S: NamedSharding) -> None:
+    gate = Gate(2)
+    loader = ps.prefetch(SOURCES[kind](ENDLESS, lambda i: stuck_here(gate, i)), S, workers=1)
+    iterator = iter(loader)
+    assert gate.inside.wait(10)
+    with pytest.warns(ps.StuckThreadWarning, match="thread prefetchshard-") as caught:
+        closed_in_time(iterator.close)
+    assert any("in stuck_here" in str(warning.message) for warning in caught)
+    assert all(warning.filename == __file__ for warning in caught)
+    assert not [t for t in loader_threads() if t.name in ("prefetchshard-transfer", "prefetchshard-dispatch")]
+    began = time.monotonic()
+    iterator.close()  # says nothing, waits for nothing
+    loader.close()
+    assert time.monotonic() - began < 0.2
+    assert ended(iterator)
+    gate.open()
+    wait_until(no_threads)
+
+
+STUCK: dict[str, Callable[[Callable[[int], Any], NamedSharding], ps.Loader]] = {
+    "transform of a stream": lambda act, S: ps.prefetch(generator(9), S, transform=lambda x: (act(first(x)), x)[1], workers=2),
+    "transform of a dataset": lambda act, S: ps.prefetch(Dataset(9), S, transform=lambda x: (act(first(x)), x)[1], workers=2),
+    "transform of arrays": lambda act, S: ps.Loader(
+        np.arange(72), S, batch_size=8, transform=lambda x: (act(int(x) // 8), x)[1], workers=2
+    ),
+    "collate": lambda act, S: ps.Loader(Examples(72), S, batch_size=8, collate=lambda x: (act(int(x[0]) // 8), np.stack(x))[1], workers=2),
+    "a row of a dataset": lambda act, S: ps.Loader(Examples(72, lambda i: act(i // 8)), S, batch_size=8, workers=2),
+    "the factory": lambda act, S: ps.prefetch(lambda epoch: (act(epoch), generator(2))[1], S, epochs=9),
+    "a leaf": lambda act, S: ps.prefetch((Slow(i, act) for i in range(9)), S),
+}
+
+
+class Slow:
+    """A leaf whose conversion may block; memory of the batch is taken before."""
+
+    def __init__(self, i: int, act: Callable[[int], Any]) -> None:
+        self.i = i
+        self.act = act
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        self.act(self.i)
+        return batch(self.i)
+
+
+@pytest.mark.parametrize("where", STUCK)
+def test_other_code_of_the_users_that_is_stuck(where: str, S: NamedSharding) -> None:
+    gate = Gate(2)
+    iterator = iter(STUCK[where](lambda i: stuck_here(gate, i), S))
+    assert gate.inside.wait(10)
+    with pytest.warns(ps.StuckThreadWarning, match="in stuck_here"):
+        closed_in_time(iterator.close)
+    assert ended(iterator)
+    gate.open()
+    wait_until(no_threads)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "iterable"])
+def test_set_epoch_that_is_stuck(kind: str, S: NamedSharding) -> None:
+    gate = Gate(1)
+    source = SOURCES[kind](2)
+    source.set_epoch = lambda epoch: stuck_here(gate, epoch)
+    iterator = iter(ps.prefetch(source, S, epochs=3, workers=2))
+    assert gate.inside.wait(10)
+    with pytest.warns(ps.StuckThreadWarning, match="in stuck_here"):
+        closed_in_time(iterator.close)
+    gate.open()
+    wait_until(no_threads)
+
+
+def test_many_stuck_threads_are_named_in_one_go(S: NamedSharding) -> None:
+    gate = threading.Event()
+    inside = threading.Barrier(5)
+
+    class Stuck(Dataset):
+        def __getitem__(self, i: int) -> Any:
+            inside.wait(10)
+            gate.wait()
+
+    iterator = iter(ps.prefetch(Stuck(9), S, workers=4))
+    inside.wait(10)
+    with pytest.warns(ps.StuckThreadWarning) as caught:
+        closed_in_time(iterator.close)
+    assert len(caught) == 1
+    assert all(f"prefetchshard-reader-{i}" in str(caught[0].message) for i in range(4))
+    gate.set()
+    wait_until(no_threads)
+
+
+def test_several_stuck_runs_are_closed_side_by_side(S: NamedSharding) -> None:
+    gate = Gate(1)
+    loader = ps.prefetch(Iterable(ENDLESS, gate), S)
+    iterators = [iter(loader) for _ in range(4)]
+    for iterator in iterators:
+        next(iterator)
+    with pytest.warns(ps.StuckThreadWarning):
+        closed_in_time(loader.close)
+    assert all(ended(iterator) for iterator in iterators)
+    gate.open()
+    wait_until(no_threads)
+
+
+def test_where_warnings_are_errors_it_is_closed_all_the_same(S: NamedSharding) -> None:
+    gate = Gate(2)
+    loader = ps.prefetch(generator(ENDLESS, gate), S)
+    iterator = iter(loader)
+    gate.inside.wait(10)
+    with pytest.raises(ps.StuckThreadWarning):
+        loader.close()
+    loader.close()
+    assert ended(iterator)
+    assert iterator.stats().ready.held == 0
+    gate.open()
+    wait_until(no_threads)
+
+
+def test_an_error_comes_before_the_word_of_a_stuck_thread(S: NamedSharding) -> None:
+    """A transform fails while the source is blocked, and warnings are errors: the fault must not be lost."""
+    gate = Gate(4)
+
+    def transform(value: Any) -> Any:
+        if first(value) == 2:
+            gate.inside.wait(10)
+            raise ZeroDivisionError
+        return value
+
+    iterator = iter(ps.prefetch(generator(ENDLESS, gate), S, transform=transform, workers=2))
+    assert [first(next(iterator)), first(next(iterator))] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
+    gate.open()
+    wait_until(no_threads)
+
+
+def test_memory_of_a_stuck_thread_is_not_used_again(S: NamedSharding) -> None:
+    """What it writes when it comes out at last reaches nobody."""
+    release, entered = threading.Event(), threading.Event()
+    opened: list[int] = []
+
+    class Leaf:
+        """Its batch is opened by the other leaf before this one is asked for."""
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            entered.set()
+            release.wait()
+            return np.full(1 << 15, 777, np.int32)
+
+    def examples() -> Iterator[Any]:
+        opened.append(1)
+        for i in range(64):
+            yield {"a": np.full(1 << 15, i, np.int32), "b": Leaf() if opened == [1] and i == 12 else np.full(1 << 15, i, np.int32)}
+
+    loader = ps.Loader(examples, S, batch_size=8)
+    first_run = iter(loader)
+    kept = [next(first_run)]
+    entered.wait(10)
+    with pytest.warns(ps.StuckThreadWarning):
+        first_run.close()
+    assert iter(loader)._blueprint is first_run._blueprint  # pyright: ignore[reportPrivateUsage] - one ring for both
+    second: list[Any] = []
+    for i, value in enumerate(loader):
+        second.append(value)
+        if i == 2:
+            release.set()
+    wait_until(no_threads)
+    assert len(second) == 8
+    for i, value in enumerate(second):
+        assert np.asarray(value["a"])[:, 0].tolist() == list(range(8 * i, 8 * i + 8))
+        assert np.asarray(value["b"])[:, -1].tolist() == list(range(8 * i, 8 * i + 8))
+    assert np.asarray(kept[0]["b"])[:, 0].tolist() == list(range(8))
+
+
+# --- the sources' own closing
+
+
+def test_a_one_shot_iterator_is_closed_once_in_its_own_thread(S: NamedSharding) -> None:
+    for use in (exhaust, leave_the_with, close_iterator):
+        source = Items(20)
+        use(ps.prefetch(source, S))
+        assert source.closed == 1
+        assert source.closed_in == "prefetchshard-source"
+
+
+def test_iterators_that_we_opened_are_closed_and_the_users_source_is_not(S: NamedSharding) -> None:
+    for use in (exhaust, leave_the_with, close_iterator):
+        source = Iterable(20)
+        loader = ps.prefetch(source, S, epochs=2)
+        use(loader)
+        assert [items.closed for items in source.given] == [1] * (2 if use is exhaust else 1)
+        assert source.closed == 0
+        dataset = Dataset(20)
+        use(ps.prefetch(dataset, S))
+        assert dataset.closed == 0
+
+
+@pytest.mark.parametrize("use", [exhaust, leave_the_with, close_iterator, break_off])
+def test_a_generator_cleans_up_in_its_own_thread(use: Callable[[ps.Loader], None], S: NamedSharding) -> None:
+    said: list[tuple[str, str]] = []
+
+    def source() -> Iterator[Any]:
+        began = threading.current_thread().name
+        try:
+            yield from generator(20)
+        finally:
+            said.append((began, threading.current_thread().name))
+
+    use(ps.prefetch(source(), S))
+    wait_until(lambda: said)
+    assert said == [("prefetchshard-source", "prefetchshard-source")]
+    wait_until(no_threads)
+
+
+def test_a_blocked_generator_cleans_up_when_it_comes_out(S: NamedSharding) -> None:
+    gate = Gate(2)
+    said: list[str] = []
+
+    def source() -> Iterator[Any]:
+        try:
+            yield from generator(20, gate)
+        finally:
+            said.append(threading.current_thread().name)
+
+    iterator = iter(ps.prefetch(source(), S))
+    gate.inside.wait(10)
+    with pytest.warns(ps.StuckThreadWarning):
+        iterator.close()
+    assert said == []
+    gate.open()
+    wait_until(no_threads)
+    assert said == ["prefetchshard-source"]
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_close_that_blocks(blocked: bool, S: NamedSharding) -> None:
+    """In the source's own thread, and from outside."""
+    gate = Gate(2)
+    may_end = threading.Event()
+
+    class Source(Items):
+        def close(self) -> None:
+            may_end.wait()
+
+    iterator = iter(ps.prefetch(Source(ENDLESS, gate if blocked else nothing), S))
+    if blocked:
+        gate.inside.wait(10)
+    name = "prefetchshard-closer" if blocked else "prefetchshard-source"
+    with pytest.warns(ps.StuckThreadWarning, match=f"thread {name} .*") as caught:
+        closed_in_time(iterator.close)
+    assert "in close" in str(caught[0].message)
+    assert ended(iterator)
+    may_end.set()
+    gate.open()
+    wait_until(no_threads)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "disk gone"), KeyboardInterrupt(), StopIteration(1)])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_close_that_fails_is_told(blocked: bool, error: BaseException, S: NamedSharding) -> None:
+    """Nobody is there any more to whom it could be raised."""
+    gate = Gate(2)
+
+    class Source(Items):
+        def close(self) -> None:
+            gate.open()
+            raise error
+
+    iterator = iter(ps.prefetch(Source(ENDLESS, gate if blocked else nothing), S))
+    if blocked:
+        gate.inside.wait(10)
+    with pytest.warns(ps.PrefetchWarning, match=f"closing the source raised {type(error).__name__}") as caught:
+        closed_in_time(iterator.close)
+    assert len(caught) == 1
+    assert not isinstance(caught[0].message, ps.StuckThreadWarning)
+    iterator.close()
+    assert ended(iterator)
+    assert no_threads()
+
+
+def test_what_was_opened_for_an_epoch_is_closed_with_it(S: NamedSharding) -> None:
+    """Before the next epoch's is opened: files and connections do not pile up."""
+    opened: list[Items] = []
+    most = 0
+
+    def make() -> Items:
+        nonlocal most
+        opened.append(Items(3))
+        most = max(most, sum(items.closed == 0 for items in opened))
+        return opened[-1]
+
+    assert len(list(ps.prefetch(make, S, epochs=6))) == 18
+    assert most == 1
+    assert [items.closed for items in opened] == [1] * 6
+
+
+# --- async sources
+
+
+@pytest.mark.parametrize("end", [exhaust, leave_the_with, close_iterator, break_off, drop_in_a_cycle])
+def test_an_async_generator_cleans_up_in_its_own_loop(end: Callable[[ps.Loader], None], S: NamedSharding) -> None:
+    said: list[str] = []
+
+    async def source() -> Any:
+        began = asyncio.get_running_loop()
+        try:
+            for i in range(20):
+                await asyncio.sleep(0)
+                yield batch(i)
+        finally:
+            await asyncio.sleep(0)
+            said.append("same" if asyncio.get_running_loop() is began else "other")
+
+    end(ps.prefetch(source(), S))
+    gc.collect()
+    wait_until(no_threads)
+    assert said == ["same"]
+
+
+def test_an_async_source_that_waits_for_ever(S: NamedSharding) -> None:
+    waits = threading.Event()
+
+    async def source() -> Any:
+        yield batch(0)
+        waits.set()
+        await asyncio.sleep(1e6)
+
+    iterator = iter(ps.prefetch(source(), S))
+    next(iterator)
+    waits.wait(10)
+    closed_in_time(iterator.close)
+    assert no_threads()
+
+
+def test_an_async_source_that_will_not_be_cancelled(S: NamedSharding) -> None:
+    waits = threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+    release: list[asyncio.Event] = []
+
+    async def source() -> Any:
+        yield batch(0)
+        loops.append(asyncio.get_running_loop())
+        release.append(asyncio.Event())
+        waits.set()
+        while not release[0].is_set():
+            try:
+                await release[0].wait()
+            except asyncio.CancelledError:
+                pass
+
+    iterator = iter(ps.prefetch(source(), S))
+    next(iterator)
+    waits.wait(10)
+    with pytest.warns(ps.StuckThreadWarning):
+        closed_in_time(iterator.close)
+    loops[0].call_soon_threadsafe(release[0].set)
+    wait_until(no_threads)
+
+
+# --- after the end
+
+
+@every_source
+def test_next_after_the_end(kind: str, S: NamedSharding) -> None:
+    iterator = iter(ps.prefetch(SOURCES[kind](3), S))
+    assert [first(b) for b in iterator] == [0, 1, 2]
+    assert ended(iterator)
+    assert [first(b) for b in iterator] == []
+    iterator.close()
+    assert ended(iterator)
+
+
+def test_an_empty_source_ends_at_once(S: NamedSharding) -> None:
+    for source in ([], iter([]), lambda: iter([]), Iterable(0), generator(0)):
+        iterator = iter(ps.prefetch(source, S))
+        assert list(iterator) == []
+        assert ended(iterator)
+
+
+@every_source
+@pytest.mark.parametrize("consumers", [2, 5])
+def test_threads_that_share_an_iterator_split_it(kind: str, consumers: int, S: NamedSharding) -> None:
+    count = 60
+    iterator = iter(ps.prefetch(SOURCES[kind](count), S))
+    start = threading.Barrier(consumers)
+
+    def consume() -> list[int]:
+        start.wait()
+        return [first(b) for b in iterator]
+
+    threads = [Thread(consume) for _ in range(consumers)]
+    parts = [thread.returned() for thread in threads]
+    assert all(part == sorted(part) for part in parts)
+    assert sorted(sum(parts, [])) == list(range(count))
+    assert ended(iterator)
+    assert no_threads()
+
+
+def test_threads_that_share_an_iterator_all_hear_of_its_fault(S: NamedSharding) -> None:
+    for repeat in range(20):
+        error = ValueError(repeat)
+
+        def act(i: int, error: ValueError = error) -> None:
+            if i == 9:
+                raise error
+
+        iterator = iter(ps.prefetch(generator(20, act), S))
+        taken: list[int] = []
+
+        def consume(iterator: Any = iterator, taken: list[int] = taken) -> None:
+            for b in iterator:
+                taken.append(first(b))  # noqa: PERF401 - what came before the error is wanted
+
+        threads = [Thread(consume) for _ in range(4)]
+        assert [thread.returned() for thread in threads] == [error] * 4
+        assert sorted(taken) == list(range(9))
+
+
+# --- runs of a loader
+
+
+def test_a_one_shot_source_has_one_run(S: NamedSharding) -> None:
+    for source in (generator(6), Items(6)):
+        loader = ps.prefetch(source, S)
+        run = iter(loader)
+        assert iter(loader) is run
+        assert aiter(loader) is run
+        assert first(next(run)) == 0
+        assert [first(b) for b in itertools.islice(loader, 2)] == [1, 2]
+        assert [first(b) for b in loader] == [3, 4, 5]
+        for use in (iter, aiter):
+            with pytest.raises(ps.UsedUpError, match="one-shot"):
+                use(loader)
+
+
+def test_a_one_shot_source_after_close(S: NamedSharding) -> None:
+    loader = ps.prefetch(generator(6), S)
+    with loader:
+        next(iter(loader))
+    with pytest.raises(ps.UsedUpError, match=r"one-shot.*closed"):
+        iter(loader)
+
+    async def main() -> None:
+        async for _ in loader:
+            pass
+
+    with pytest.raises(ps.UsedUpError, match="one-shot"):
+        asyncio.run(main())
+
+
+def test_two_threads_that_begin_a_one_shot_source_share_its_run(S: NamedSharding) -> None:
+    for _ in range(10):
+        loader = ps.prefetch(generator(6), S)
+        start = threading.Barrier(4)
+
+        def begin(loader: ps.Loader = loader, start: threading.Barrier = start) -> Any:
+            start.wait()
+            return iter(loader)
+
+        threads = [Thread(begin) for _ in range(4)]
+        assert len({id(thread.returned()) for thread in threads}) == 1
+        assert [first(b) for b in loader] == list(range(6))
+
+
+@pytest.mark.parametrize("kind", ["dataset", "iterable", "factory", "async iterable"])
+def test_runs_of_one_loader_are_independent(kind: str, S: NamedSharding) -> None:
+    loader = ps.prefetch(SOURCES[kind](6), S)
+    assert [(first(a), first(b)) for a, b in zip(loader, loader, strict=True)] == [(i, i) for i in range(6)]
+    one, two = iter(loader), iter(loader)
+    assert [first(next(one)), first(next(two)), first(next(one))] == [0, 0, 1]
+    one.close()
+    assert ended(one)
+    assert [first(b) for b in two] == [1, 2, 3, 4, 5]
+
+
+def test_runs_may_begin_and_close_in_many_threads(S: NamedSharding) -> None:
+    loader = ps.prefetch(Iterable(50), S)
+
+    def work() -> None:
+        for i in range(12):
+            iterator = iter(loader)
+            next(iterator)
+            if i % 3 == 0:
+                iterator.close()
+            loader.live_runs()
+            repr(loader)
+            if i % 5 == 0:
+                loader.close()
+
+    for thread in [Thread(work) for _ in range(4)]:
+        result = thread.returned()
+        assert result is None or isinstance(result, StopIteration), result  # another one closed its run
+    loader.close()
+    assert no_threads()
+
+
+def test_a_run_that_was_broken_off_starts_over_and_one_that_ended_moves_on(S: NamedSharding) -> None:
+    loader = ps.Loader(np.arange(32), S, batch_size=8, shuffle=True, seed=3)
+    orders: list[list[int]] = []
+    epochs: list[int] = []
+    for count in (2, 1, 4, 4):
+        run = iter(loader)
+        orders.append([int(row) for b in itertools.islice(run, count) for row in np.asarray(b)])
+        position = run.position
+        assert position is not None
+        epochs.append(position.epoch)
+        if count == 4:
+            assert ended(run)
+        run.close()
+    assert epochs == [0, 0, 0, 1]
+    assert orders[0] == orders[2][:16]
+    assert orders[1] == orders[2][:8]
+    assert sorted(orders[2]) == sorted(orders[3]) == list(range(32))
+    assert orders[2] != orders[3]
+
+
+# --- Ctrl-C in this thread
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_interrupted_next_loses_no_batch(workers: int, S: NamedSharding) -> None:
+    """Wherever Ctrl-C strikes inside `next`: the batch is the next one again, and is not counted before it is handed out."""
+    loader = ps.prefetch(Iterable(6), S, workers=workers)
+    runs: list[ps.LoaderIterator] = []
+
+    def prepare() -> None:
+        for run in runs:
+            run.close()
+        runs[:] = [iter(loader)]
+        wait_until(lambda: runs[0].stats().ready.ready >= 1)
+
+    places = 0
+    for _ in interrupted_everywhere(prepare, lambda: runs[0].__next__()):  # `next` itself looks for signals when it returns
+        places += 1
+        assert runs[0].position is None
+        assert runs[0].stats().batches == 0
+        assert [first(b) for b in runs[0]] == list(range(6))
+        assert runs[0].stats().batches == 6
+    assert places > 10
+
+
+def test_ctrl_c_again_and_again_loses_no_batch(S: NamedSharding) -> None:
+    count = 1500
+    iterator = iter(ps.prefetch(generator(count), S))
+    got: list[int] = []
+    with Interrupts(0.002) as interrupts:
+        done = False
+        while not done:
+            try:
+                interrupts.armed = True
+                for value in iterator:
+                    got.append(value)
+                done = True
+            except KeyboardInterrupt:
+                pass
+    assert [first(value) for value in got] == list(range(count))
+    assert interrupts.count > 10
+    position = iterator.position
+    assert position is not None
+    assert position.step == count - 1
+
+
+def test_ctrl_c_while_it_closes(S: NamedSharding) -> None:
+    """The next close finishes what the first began."""
+    gate = Gate(1)
+    iterator = iter(ps.prefetch(generator(ENDLESS, gate), S))
+    gate.inside.wait(10)
+    with Interrupts(0.05) as interrupts:
+        interrupts.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            iterator.close()
+    assert ended(iterator)
+    gate.open()
+    iterator.close()
+    assert no_threads()
+
+
+# --- too few threads
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_thread_that_cannot_be_started(fails_at: int, S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, asked = threading.Thread.start, itertools.count()
+
+    def limited(self: threading.Thread) -> None:
+        if self.name.startswith("prefetchshard") and next(asked) == fails_at:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    loader = ps.prefetch(Iterable(3), S, transform=lambda x: x, workers=1)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        iter(loader)
+    monkeypatch.undo()
+    wait_until(no_threads)
+    loader.close()
+    assert [first(b) for b in loader] == [0, 1, 2]
+    gc.collect()
+    from prefetchshard.run import _live  # pyright: ignore[reportPrivateUsage]
+
+    wait_until(lambda: not _live)
+
+
+def test_a_fault_of_the_library_itself_does_not_hang(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a thread reaches the consumer."""
+    from prefetchshard import row_reader, stream_reader
+
+    error = AssertionError("a bug")
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(stream_reader.StreamReader, "_read", broken)
+    monkeypatch.setattr(row_reader.RowReader, "_work", broken)
+    for source in (generator(5), Dataset(5)):
+        with pytest.raises(AssertionError, match="a bug"):
+            next(iter(ps.prefetch(source, S)))
+        assert no_threads()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="looks at the two threads of other backends")
+def test_async_closers(S: NamedSharding) -> None:
+    """`aclose` from several tasks, twice, and of an iterator that another task waits for."""
+    gate = Gate(2)
+
+    async def main() -> None:
+        iterator = aiter(ps.prefetch(generator(ENDLESS, gate), S))
+        await anext(iterator)
+        await anext(iterator)
+        ends: list[str] = []
+
+        async def wait() -> None:
+            async for _ in iterator:
+                pass
+            ends.append("ended")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.sleep(0.05)
+            gate.open()
+            tasks.start_soon(iterator.aclose)
+            tasks.start_soon(iterator.aclose)
+        assert ends == ["ended"]
+        await iterator.aclose()
+
+    for backend in ("asyncio", "trio"):
+        gate.opened.clear()
+        anyio.run(main, backend=backend)
+        assert no_threads()

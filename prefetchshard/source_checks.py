@@ -17,7 +17,7 @@ from prefetchshard.sources import recognise
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.asynchronous import OwnLoop
 from prefetchshard.sources.dataset import Dataset
-from prefetchshard.sources.iterables import END, Items, Stream
+from prefetchshard.sources.iterables import END, Items, IteratorItems, Stream
 
 _jax: Any = jax
 
@@ -195,7 +195,7 @@ class _StreamCheck:
         with items:
             known, reuses, ended = items.read(self._most)
             has_state = items.pair is not None
-            if ended:
+            if ended and items.is_iterator:
                 assert items.pull() is END, "after its end it gave one more item"
         self._check_examples(known, ended)
         if ended and source.length is not None:
@@ -250,6 +250,10 @@ class _Reading:
         assert self._items is not None
         self._items.close()
         self._loop.close()
+
+    @property
+    def is_iterator(self) -> bool:
+        return isinstance(self._items, IteratorItems)
 
     @property
     def pair(self) -> Any:

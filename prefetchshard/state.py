@@ -41,7 +41,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         length: rows (without `batch_size`: batches) of the source; None where that is not known, which fits every length.
         batch_size: global rows a step; None where the source makes the batches.
         remainder: "drop", "error" or "pad".
-        kind: the kind of source, such as "arrays", "dataset" or "iterator".
+        kind: "random access" (the same rows as arrays and as a dataset have one order) or "iterator".
 
     Raises:
         StateError: a value is of another type or out of range.

@@ -318,6 +318,17 @@ def test_a_source_that_does_not_let_go_is_given_up_on(S: NamedSharding) -> None:
     may_end.set()
 
 
+def test_no_loop_can_be_started(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("too many open files")
+
+    loader = ps.Loader(count(3), S)
+    with monkeypatch.context() as patch:
+        patch.setattr("prefetchshard.sources.asynchronous.anyio.run", fail)
+        with pytest.raises(ps.SourceError, match="no event loop"):
+            list(loader)
+
+
 # -- in this loop
 
 

@@ -27,6 +27,14 @@ BOUND_SECONDS = 4.0
 """What closing may take here; the library gives up after 1.5, and the machine may be busy."""
 ENDLESS = 10**9
 
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives up earlier than it does by itself, for the many tests of what it does then."""
+    monkeypatch.setattr("prefetchshard.run.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("prefetchshard.run.GIVE_UP_SECONDS", 0.3)
+
+
 every_source = pytest.mark.parametrize("kind", SOURCES)
 every_stream = pytest.mark.parametrize("kind", STREAMS)
 
@@ -529,6 +537,7 @@ def stuck_here(gate: Gate, i: int) -> None:
     gate(i)
 
 
+@pytest.mark.usefixtures("impatient")
 @every_source
 def test_a_source_that_stays_blocked_is_named_and_given_up_on(kind: str, S: NamedSharding) -> None:
     gate = Gate(2)
@@ -574,6 +583,7 @@ class Slow:
         return batch(self.i)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("where", STUCK)
 def test_other_code_of_the_users_that_is_stuck(where: str, S: NamedSharding) -> None:
     gate = Gate(2)
@@ -586,6 +596,7 @@ def test_other_code_of_the_users_that_is_stuck(where: str, S: NamedSharding) -> 
     wait_until(no_threads)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", ["dataset", "iterable"])
 def test_set_epoch_that_is_stuck(kind: str, S: NamedSharding) -> None:
     gate = Gate(1)
@@ -599,6 +610,7 @@ def test_set_epoch_that_is_stuck(kind: str, S: NamedSharding) -> None:
     wait_until(no_threads)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_many_stuck_threads_are_named_in_one_go(S: NamedSharding) -> None:
     gate = threading.Event()
     inside = threading.Barrier(5)
@@ -631,6 +643,7 @@ def test_several_stuck_runs_are_closed_side_by_side(S: NamedSharding) -> None:
     wait_until(no_threads)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_where_warnings_are_errors_it_is_closed_all_the_same(S: NamedSharding) -> None:
     gate = Gate(2)
     loader = ps.prefetch(generator(ENDLESS, gate), S)
@@ -645,6 +658,7 @@ def test_where_warnings_are_errors_it_is_closed_all_the_same(S: NamedSharding) -
     wait_until(no_threads)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_error_comes_before_the_word_of_a_stuck_thread(S: NamedSharding) -> None:
     """A transform fails while the source is blocked, and warnings are errors: the fault must not be lost."""
     gate = Gate(4)
@@ -664,6 +678,7 @@ def test_an_error_comes_before_the_word_of_a_stuck_thread(S: NamedSharding) -> N
     wait_until(no_threads)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_memory_of_a_stuck_thread_is_not_used_again(S: NamedSharding) -> None:
     """What it writes when it comes out at last reaches nobody."""
     release, entered = threading.Event(), threading.Event()
@@ -742,6 +757,7 @@ def test_a_generator_cleans_up_in_its_own_thread(use: Callable[[ps.Loader], None
     wait_until(no_threads)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_blocked_generator_cleans_up_when_it_comes_out(S: NamedSharding) -> None:
     gate = Gate(2)
     said: list[str] = []
@@ -762,6 +778,7 @@ def test_a_blocked_generator_cleans_up_when_it_comes_out(S: NamedSharding) -> No
     assert said == ["prefetchshard-source"]
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_close_that_blocks(blocked: bool, S: NamedSharding) -> None:
     """In the source's own thread, and from outside."""

@@ -2,7 +2,7 @@
 
 1. arrays: a NumPy array, or a mapping, tuple or registered container of them;
 2. dataset: `__len__` and `__getitem__`;
-3. iterable or iterator: `__iter__`, `__next__`;
+3. iterable or iterator: `__iter__`, `__next__`; those that tell their own state (see `stateful`) are gone on with by it;
 4. async iterable: `__aiter__`, or what `ps.from_this_loop` returns;
 5. factory: a callable that returns any of these, called once an epoch.
 """

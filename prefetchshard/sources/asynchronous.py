@@ -81,22 +81,32 @@ class OwnLoop:
         self._thread: threading.Thread | None = None
         self._home: HomeLoop | None = None
         self._stopping: anyio.Event | None = None
+        self._failure: BaseException | None = None
         self._running = Parking()
 
     def home(self) -> HomeLoop:
-        """The loop, started where it was not yet."""
+        """The loop, started where it was not yet.
+
+        Raises:
+            SourceError: it could not be started.
+        """
         if self._thread is None:
             variables, context = contextvars.copy_context(), JaxContext()
             self._thread = threading.Thread(target=lambda: variables.run(self._run, context), name=LOOP_THREAD, daemon=True)
             self._threads.append(self._thread)
             self._thread.start()
-            self._running.wait(lambda: self._home is not None)
-        assert self._home is not None
+            self._running.wait(lambda: self._home is not None or self._failure is not None)
+        if self._home is None:
+            raise SourceError("no event loop could be started for the async source") from self._failure
         return self._home
 
     def _run(self, context: JaxContext) -> None:
-        with context.in_force():
-            anyio.run(self._main, backend="asyncio")
+        try:
+            with context.in_force():
+                anyio.run(self._main, backend="asyncio")
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller; who waits for an item is told by the pump
+            self._failure = error
+            self._running.wake()
 
     async def _main(self) -> None:
         self._stopping = anyio.Event()

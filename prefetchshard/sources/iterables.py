@@ -136,11 +136,10 @@ class _Last:
 
 
 class IterableStream:
-    """Something with `__iter__` (opened once an epoch) or `__next__` (one-shot)."""
-
-    kind = "iterator"
+    """Something with `__iter__` (opened once an epoch) or `__next__` (one-shot), which may tell its own state."""
 
     def __init__(self, iterable: Any) -> None:
+        self.kind = "iterator" if find_pair(iterable) is None else "stateful iterator"
         self.one_shot = hasattr(iterable, "__next__")
         self._iterable = iterable
         self._last = _Last()

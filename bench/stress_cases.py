@@ -220,11 +220,17 @@ def _mesh(count: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return Mesh(np.array(_jax.devices()[:count]).reshape(shape), names)
 
 
-def _choose_sharding(random: Random, data: Data) -> tuple[Any, int, set[int]]:
-    """The sharding of a case, into how many pieces it cuts the rows, and which leaves it does not cut while it cuts others."""
+def _choose_sharding(random: Random, data: Data, *, may_keep: bool) -> tuple[Any, int, set[int]]:
+    """The sharding of a case, into how many pieces it cuts the rows, and which leaves it does not cut while it cuts others.
+
+    Args:
+        random: chooses.
+        data: of the case.
+        may_keep: leaves may stay on the host.
+    """
     total = len(_jax.devices())
     count = int(random.choice([n for n in range(1, total + 1) if total % n == 0]))
-    way = str(random.choice(["rows", "rows", "none", "replicated", "one device", "two axes", "mixed", "host"]))
+    way = str(random.choice(["rows", "rows", "none", "replicated", "one device", "two axes", "mixed", "host" if may_keep else "rows"]))
     rows = NamedSharding(_mesh(count, (count,), ("data",)), PartitionSpec("data"))
     copies = NamedSharding(rows.mesh, PartitionSpec())
     if way == "none":
@@ -329,12 +335,16 @@ def _batches_of(random: Random, length: int, batch_size: int, split: int, *, var
     return cut
 
 
-def _source(random: Random, kind: str, data: Data, sizes: list[int]) -> Callable[[], Any]:
+def _source(kind: str, data: Data, sizes: list[int], sharding: Any) -> Callable[[], Any]:
     ends = np.cumsum([0, *sizes]).tolist()
     parts = [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
     rows = list(range(data.length))
+    named = [one for one in _jax.tree.leaves(sharding) if isinstance(one, NamedSharding)]
+    names = named[0].mesh.axis_names if named else ("data",) if sharding is None else ()
     made: dict[str, Callable[[], Any]] = {
         "arrays": lambda: data.wrap(data.leaves),
+        "on devices": lambda: ps.OnDevice(data.wrap(data.leaves)),
+        "split rows": lambda: ps.OnDevice(data.wrap(data.leaves), PartitionSpec(names)),
         "dataset": lambda: Rows(data),
         "many rows": lambda: ManyRows(data),
         "list": lambda: [data.batch(row) for row in rows],
@@ -350,10 +360,11 @@ def _source(random: Random, kind: str, data: Data, sizes: list[int]) -> Callable
     return made[kind]
 
 
-BY_INDEX = ("arrays", "dataset", "many rows", "list")
+ON_DEVICES = ("on devices", "split rows")
+BY_INDEX = ("arrays", *ON_DEVICES, "dataset", "many rows", "list")
 BY_BATCH = ("batches", "existing", "async batches", "list of batches", "lengths")
 KINDS = (*BY_INDEX, "examples", "factory", "async examples", *BY_BATCH)
-WEIGHTS = {"arrays": 5.0, "existing": 2.0, "batches": 2.0}
+WEIGHTS = {"arrays": 6.0, "existing": 2.0, "batches": 2.0, "on devices": 0.5, "split rows": 0.5}
 
 
 # -- all together
@@ -370,7 +381,7 @@ def make_case(random: Random) -> Case:
     rows = int(np.clip(most * random.uniform(0.4, 1.0) / row_bytes, 8, 128 if slow else 1024))
     length = max(rows, MOST_PIECES * len(_jax.devices())) + int(rows * random.uniform(0.0, MOST_BATCHES[size] / 2))
     data = _make_data(random, size, length, row_bytes)
-    sharding, split, uncut = _choose_sharding(random, data)
+    sharding, split, uncut = _choose_sharding(random, data, may_keep=kind not in ON_DEVICES)
     pieces = int(random.choice([1, 1, 2, MOST_PIECES]))
     unit = split * pieces
     batch_size = max(unit, rows // unit * unit)
@@ -388,7 +399,7 @@ def make_case(random: Random) -> Case:
         sharding=sharding,
         rowless=uncut if sizes else set(),
         options=options,
-        make_source=_source(random, kind, data, sizes),
+        make_source=_source(kind, data, sizes, sharding),
         keep=0 if donates else [0, 1, 3, 6, None][random.integers(5)],
         donates=donates,
         busy=bool(random.random() < 0.3),
@@ -413,7 +424,7 @@ def _options(random: Random, kind: str, data: Data, sizes: list[int], batch_size
         options |= {"shuffle": bool(random.random() < 0.6), "seed": int(random.integers(0, 1 << 40))}
     if kind == "existing":
         options["reuses_buffers"] = bool(random.random() < 0.5)
-    if random.random() < 0.15:
+    if random.random() < 0.15 and kind not in ON_DEVICES:
         options["transform"] = _same
     if random.random() < 0.2:
         options["device_transform"] = _same

@@ -33,6 +33,7 @@ from prefetchshard.meshes import make_mesh as make_mesh
 from prefetchshard.meshes import process_data_shard as process_data_shard
 from prefetchshard.report import describe as describe
 from prefetchshard.sources.asynchronous import from_this_loop as from_this_loop
+from prefetchshard.sources.device_arrays import OnDevice as OnDevice
 from prefetchshard.state import LoaderState as LoaderState
 from prefetchshard.statistics import Stats as Stats
 

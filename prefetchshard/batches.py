@@ -210,9 +210,10 @@ class PlacedBatch:
         bytes: of its leaves that were transferred, each counted once.
         rows: in it, padding not counted.
         spec: what the transfer was told to make.
+        finish: makes the batch, where the thread that takes it has to; None where it is made.
     """
 
-    __slots__ = ("batch", "bytes", "dispatched_at", "position", "ready_at", "rows", "spec")
+    __slots__ = ("batch", "bytes", "dispatched_at", "finish", "position", "ready_at", "rows", "spec")
 
     def __init__(
         self, batch: Any, position: Position, dispatched_at: float, nbytes: int, rows: int, spec: Callable[[], tuple[LeafSpec, ...]]
@@ -224,3 +225,12 @@ class PlacedBatch:
         self.dispatched_at = dispatched_at
         self.ready_at = 0.0
         self.bytes = nbytes
+        self.finish: Callable[[], Any] | None = None
+
+    def finished(self) -> Any:
+        """The batch, made now where it is not yet."""
+        finish = self.finish
+        if finish is not None:
+            self.batch = finish()
+            self.finish = None
+        return self.batch

@@ -21,6 +21,7 @@ from prefetchshard.hooks import Hooks
 from prefetchshard.jax_context import JaxContext, x64_enabled
 from prefetchshard.leaves import own
 from prefetchshard.limits import Limits, within_bytes
+from prefetchshard.on_device import DeviceRows, RowNumberPlanner
 from prefetchshard.order import EpochOrder
 from prefetchshard.pinned import choose_staging
 from prefetchshard.placement import Rules, resolve
@@ -29,10 +30,11 @@ from prefetchshard.reading import MOST_IN_FLIGHT, Cursor, Reader, Task, cpu_coun
 from prefetchshard.resuming import check_one_shot, check_rows, cursor_of, fingerprint_of, next_run
 from prefetchshard.row_reader import RowReader
 from prefetchshard.run import Run, new_queue
-from prefetchshard.sources import recognise
+from prefetchshard.sources import Source, recognise
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.asynchronous import AsyncStream, FromThisLoop
 from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.device_arrays import DeviceArrays
 from prefetchshard.sources.iterables import set_epoch
 from prefetchshard.stages import Pace, Placer
 from prefetchshard.staging import Staging
@@ -76,6 +78,7 @@ class Blueprint:
         self._device = self._rules.device()
         self._limits = self._choose_limits()
         self._ring: Staging | None = None
+        self._device_rows: tuple[bool, DeviceRows] | None = None  # by whether x64 is in force
         self.fingerprint = fingerprint_of(settings, self._source, self.batch_size)
         self.cursor = Cursor(resumes_by="replay" if self._order is None else "index")
         self.last_run: Run | None = None
@@ -94,6 +97,11 @@ class Blueprint:
 
     def _check_source(self) -> None:
         settings = self._settings
+        if isinstance(self._source, DeviceArrays) and (settings.transform is not None or settings.collate is not None):
+            name = "transform" if settings.transform is not None else "collate"
+            raise ConfigError(
+                f"{name} runs on the host, and the rows of ps.OnDevice never come there: use device_transform, or pass the arrays themselves"
+            )
         if isinstance(self._source, (Arrays, Dataset)):
             return
         if settings.shuffle:
@@ -134,15 +142,38 @@ class Blueprint:
         if settings.pad is not None and hasattr(tree, "keys"):
             check_mask_key(settings.pad, tree)
         structure = self._rules.flatten_arrays(tree)
-        plan = self._planner(x64, self._fit).for_arrays(source.leaves, structure)
+        if isinstance(source, DeviceArrays):
+            plan = self._planner(x64, _nothing).for_arrays(source.leaves, structure)
+            self._plan_device_rows(source, plan, x64)
+        else:
+            plan = self._planner(x64, self._fit).for_arrays(source.leaves, structure)
         if settings.device_transform is None:
             self._specs[x64] = plan.spec()
+
+    def _plan_device_rows(self, source: DeviceArrays, plan: Plan, x64: bool) -> None:
+        """Where the rows are gathered on the devices: where the arrays lie there, and that there is room for them."""
+        rows = DeviceRows(source, plan)
+        self._device_rows = x64, rows
+        self._number_planner(rows, x64, self._fit).for_arrays(rows.numbers.leaves, rows.rules.flatten_arrays(rows.numbers.tree))
+        rows.check_memory(self._limits.depth + self._limits.in_flight + 1)
+
+    def _rows_on_devices(self, x64: bool) -> DeviceRows | None:
+        """The arrays on the devices, put there by the first run; by a later one anew where other dtypes are in force."""
+        if self._device_rows is None:
+            return None
+        if self._device_rows[0] != x64:
+            self._plan_arrays(x64)
+        rows = self._device_rows[1]
+        rows.put(self._settings.narrow)
+        return rows
 
     # -- choices
 
     def _choose_workers(self) -> int:
         if self._settings.workers != "auto":
             return self._settings.workers
+        if isinstance(self._source, DeviceArrays):
+            return 1  # which writes row numbers
         cpus = cpu_count()
         if isinstance(self._source, Arrays) and self._settings.transform is None:
             return min(MOST_WORKERS, cpus)
@@ -172,7 +203,8 @@ class Blueprint:
 
     def _fit(self, plan: Plan) -> Limits:
         """The limits that keep to the bounds in bytes with batches of this plan."""
-        on_device = sum(leaf.bytes_per_device for leaf in plan.spec())
+        placed = plan if self._device_rows is None else self._device_rows[1].plan
+        on_device = sum(leaf.bytes_per_device for leaf in placed.spec())
         settings = self._settings
         self._limits = within_bytes(
             self._choose_limits(),
@@ -221,11 +253,17 @@ class Blueprint:
             on_plan=on_plan,
         )
 
+    def _number_planner(self, rows: DeviceRows, x64: bool, on_plan: Callable[[Plan], object]) -> Planner:
+        return RowNumberPlanner(
+            rows.rules, rows=self.batch_size, pad=None, microbatches=None, narrow="check", x64=x64, agreement=self._agreement, on_plan=on_plan
+        )
+
     # -- a run
 
     def build(self, start: Cursor) -> Run:
         """The parts of a run that begins at `start`, under the JAX settings in force in this thread."""
         settings, context, clock = self._settings, JaxContext(), self._clock
+        rows = self._rows_on_devices(context.x64)
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
         inbox = new_queue(self._limits.slots, clock, held_until_release=True)
@@ -237,8 +275,9 @@ class Blueprint:
             inbox.capacity, outbox.capacity, pace.in_flight = limits.slots, limits.depth, limits.in_flight
 
         meters = Meters()
+        planner = self._planner(context.x64, fit) if rows is None else self._number_planner(rows, context.x64, fit)
         task = Task(
-            filler=Filler(self._planner(context.x64, fit), staging, settings.narrow, self._keep(), clock),
+            filler=Filler(planner, staging, settings.narrow, self._keep(), clock),
             hooks=Hooks(settings.transform, settings.collate, settings.seed),
             out=inbox,
             meters=meters,
@@ -250,9 +289,9 @@ class Blueprint:
             clock=clock,
         )
         run = Run(
-            self._reader(task),
+            self._reader(task, self._source if rows is None else rows.numbers),
             inbox,
-            Placer(device_transform, context, clock, step=start.step, epoch=start.epoch, rows=start.rows),
+            Placer(device_transform, context, clock, step=start.step, epoch=start.epoch, rows=start.rows, gather=rows),
             outbox,
             pace=pace,
             meters=meters,
@@ -271,11 +310,11 @@ class Blueprint:
             return lambda value: value
         return own if isinstance(source, (Arrays, Dataset)) else functools.partial(own, deep=True)
 
-    def _reader(self, task: Task) -> Reader:
-        source = self._source
+    def _reader(self, task: Task, source: Source) -> Reader:
         if isinstance(source, (Arrays, Dataset)):
             assert self._order is not None
-            structure = self._rules.flatten_arrays(source.tree) if isinstance(source, Arrays) and self._settings.transform is None else None
+            rules = task.filler.planner.rules
+            structure = rules.flatten_arrays(source.tree) if isinstance(source, Arrays) and self._settings.transform is None else None
             return RowReader(task, source, self._order, structure)
         given = self._given.iterable if isinstance(self._given, FromThisLoop) else self._given
         return StreamReader(
@@ -346,7 +385,7 @@ class Blueprint:
     def learn_spec(self, placed: PlacedBatch, *, x64: bool) -> tuple[LeafSpec, ...]:
         """The spec of the batches, from one of them, made while x64 was in force or not."""
         if x64 not in self._specs:
-            self._specs[x64] = placed.spec() if self._device_transform is None else self._spec_of(placed.batch)
+            self._specs[x64] = placed.spec() if self._device_transform is None else self._spec_of(placed.finished())
         return self._specs[x64]
 
     def _spec_of(self, batch: Any) -> tuple[LeafSpec, ...]:
@@ -416,3 +455,7 @@ class Blueprint:
         """Where it stands while no run is live, in words."""
         cursor = self.cursor
         return f"at rest before run {cursor.run}, epoch {cursor.epoch}, step {cursor.step}"
+
+
+def _nothing(plan: Plan) -> None:
+    del plan

@@ -83,6 +83,8 @@ class LoaderIterator:
             meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
             self._blueprint.learn_spec(item, x64=self._run.context.x64)
             meters.first_next_at = began
+        if item.finish is not None:
+            item.finished()
         # No call from here on, so no Ctrl-C in between: it is handed out and counted, or neither.
         meters.stall_seconds += now - began
         meters.last_next_at = now

@@ -145,8 +145,10 @@ class Trail:
             StateError: the source's state cannot be kept.
         """
         self._since += items
-        if pair is not None and self._every is not None and (self._snapshot is None or (position.batches - 1) % self._every == 0):
-            self._snapshot = pair.snapshot()
+        due = self._every is not None and (self._snapshot is None or (position.batches - 1) % self._every == 0)
+        snapshot = pair.snapshot() if pair is not None and due else None
+        if snapshot is not None:
+            self._snapshot = snapshot
             self._since = 0
         position.snapshot = self._snapshot
         position.since_snapshot = self._since if self._snapshot is not None else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ costs more than copying a few megabytes, so small runs lose what more threads br
 
 LEAST_PART_BYTES = 1 << 20
 """Parts are not cut smaller than this, however many workers wait."""
+
+LEAST_PART_SECONDS = 0.002
+"""Examples are handed out in runs that take at least this long: for less, handing over costs more than the help of another worker."""
 
 ORDER_ROWS = 4096
 """A shuffled order is worked out for so many rows at once: the arithmetic costs little more for them than for a hundred."""
@@ -71,6 +75,7 @@ class RowReader:
         self._next_row = 0
         self._count = 0
         self._began = False
+        self._row_seconds = math.inf  # what reading and transforming an example takes
         self._size = 1  # rows of a part of the current batch
         self._plan: Plan | None = None
         self._ahead: tuple[int, int, Rows] = (0, 0, slice(0, 0))
@@ -210,11 +215,14 @@ class RowReader:
     def _choose_size(self, count: int) -> int:
         """Rows of a part: small ones where all workers are wanted for one batch."""
         task = self._task
-        if not self._by_arrays or task.hooks.collate is not None:
+        first, self._began = not self._began, True  # the first batch is to come early
+        if task.batch_size is None or (self._by_arrays and task.hooks.collate is not None):
             return self._part_rows
+        if not self._by_arrays:
+            enough = 0 if first else math.ceil(LEAST_PART_SECONDS / self._row_seconds)
+            return max(1, min(count, max(self._part_rows, enough)))
         at_once = max(1, task.out.capacity - MOST_IN_FLIGHT)
-        together = task.workers if not self._began else -(-task.workers // at_once)  # the first batch is to come early
-        self._began = True
+        together = task.workers if first else -(-task.workers // at_once)
         least = min(self._part_rows, self._least_rows)
         return max(least, min(self._part_rows, -(-count // together)))
 
@@ -299,6 +307,7 @@ class RowReader:
         began = task.clock()
         many = source.read_many(rows) if isinstance(source, Dataset) and source.reads_many else None
         in_source, in_transform, in_copy = task.clock() - began, 0.0, 0.0
+        started = began
         for i, row in enumerate(rows):
             part.stage = "reading"
             began = task.clock()
@@ -319,7 +328,11 @@ class RowReader:
             in_copy += task.clock() - done
         began = task.clock()
         writer.finish()
-        in_copy += task.clock() - began
+        ended = task.clock()
+        in_copy += ended - began
+        # Rather the least, since waiting for the interpreter's lock comes on top, the more the smaller the parts are; but rows that
+        # come from a cache must not stand for all
+        self._row_seconds = max(1e-7, min(2 * self._row_seconds, (ended - started) / len(rows)))
         if task.batch_size is None:
             in_copy = 0.0  # measured where it is written
         task.meters.add(source=in_source, transform=in_transform, copy=in_copy)

@@ -22,6 +22,7 @@ from prefetchshard.bounded_queue import BoundedQueue
 from prefetchshard.clock import Clock
 from prefetchshard.errors import PrefetchWarning, StuckThreadWarning, UsedUpError
 from prefetchshard.jax_context import JaxContext
+from prefetchshard.parking import Parking
 from prefetchshard.reading import Reader
 from prefetchshard.stages import HostQueue, Pace, Placer, ReadyQueue, transfer_bodies
 from prefetchshard.staging import Staging
@@ -37,6 +38,33 @@ TRANSFER_SECONDS = 60.0
 
 _live: set[Run] = set()
 _exiting = False
+
+
+class _Thread(threading.Thread):
+    """A thread of a run, which can be waited for also after Ctrl-C.
+
+    An interrupted `join` takes the thread for ended from then on (CPython 3.11 and 3.12), and one that is inside JAX at exit aborts the
+    process.
+    """
+
+    def __init__(self, name: str, body: Callable[[], None]) -> None:
+        super().__init__(target=body, name=THREAD_PREFIX + name, daemon=True)
+        self.is_done = False
+        self._done = Parking()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.is_done = True
+            self._done.wake()
+
+    def join(self, timeout: float | None = None) -> None:
+        if self._done.wait(lambda: self.is_done, timeout):
+            super().join(TRANSFER_SECONDS)
+
+    def is_alive(self) -> bool:
+        return super().is_alive() and not self.is_done
 
 
 class Run:
@@ -92,7 +120,7 @@ class Run:
         moving = transfer_bodies(inbox, placer, outbox, meters, pace)
         self.transfer_threads = [self._thread(name, body, context) for name, body in moving]
 
-    def _thread(self, name: str, body: Callable[[], None], context: JaxContext) -> threading.Thread:
+    def _thread(self, name: str, body: Callable[[], None], context: JaxContext) -> _Thread:
         variables = contextvars.copy_context()
         variables.run(_leave_event_loop)
 
@@ -105,7 +133,7 @@ class Run:
             finally:
                 self._thread_ended(threading.current_thread())
 
-        thread = threading.Thread(target=lambda: variables.run(run), name=THREAD_PREFIX + name, daemon=True)
+        thread = _Thread(name, lambda: variables.run(run))
         self._left.add(thread)
         return thread
 

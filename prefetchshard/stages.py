@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,22 @@ class Flight:
         self.dispatched_at = dispatched_at
 
 
+class RowGather(Protocol):
+    """Makes the arrays of a batch from the numbers of its rows, which were transferred in their place (`OnDevice`).
+
+    Attributes:
+        plan: of the batches.
+        is_late: it is for the consumer's thread, which dispatches the training step.
+    """
+
+    plan: Plan
+    is_late: bool
+
+    def __call__(self, numbers: Sequence[Any]) -> list[Any]:
+        """Dispatch it. The arrays are in the put order of the plan."""
+        ...
+
+
 class Placer:
     """Dispatches transfers, waits for them, and makes what the consumer gets.
 
@@ -69,12 +87,22 @@ class Placer:
         step: of the first batch.
         epoch: of the first batch.
         rows: of that epoch before it.
+        gather: where row numbers are transferred, and the rows gathered on the devices.
     """
 
     def __init__(
-        self, device_transform: DeviceTransform | None, context: JaxContext, clock: Clock, *, step: int, epoch: int, rows: int
+        self,
+        device_transform: DeviceTransform | None,
+        context: JaxContext,
+        clock: Clock,
+        *,
+        step: int,
+        epoch: int,
+        rows: int,
+        gather: RowGather | None = None,
     ) -> None:
         self._device_transform = device_transform
+        self._gather = gather
         self._context = context
         self._clock = clock
         self._step = step
@@ -110,21 +138,39 @@ class Placer:
         if host.memory is not None:
             host.memory.release()
             host.memory = None
-        placed = PlacedBatch(self._batch(flight), host.position, flight.dispatched_at, host.plan.nbytes, host.rows, host.plan.spec)
+        is_late = self._gather is not None and self._gather.is_late
+        batch = None if is_late else self._batch(flight)
+        placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, self._plan_of(host).spec)
         placed.ready_at = ready_at
+        if is_late:
+            placed.finish = partial(self._late_batch, flight)
         self._count_rows(host)
         return placed
+
+    def _plan_of(self, host: HostBatch[Plan]) -> Plan:
+        """The plan of the batch that the consumer gets."""
+        return host.plan if self._gather is None else self._gather.plan
 
     def _batch(self, flight: Flight) -> Any:
         host = flight.host
         arrays = flight.arrays
-        if host.plan.packing is not None:
+        plan = self._plan_of(host)
+        if host.plan.packing is not None or self._gather is not None:
             with self._context.set_aside():
-                arrays = _unpacked(host.plan.packing, arrays)
+                arrays = arrays if host.plan.packing is None else _unpacked(host.plan.packing, arrays)
+                arrays = arrays if self._gather is None else self._gather(arrays)
         if self._device_transform is None:
-            return host.plan.assemble(arrays, host.passed)
+            return plan.assemble(arrays, host.passed)
         stand_ins = {index: stand_in(index, value) for index, value in host.passed.items()}
-        return self._device_transform(host.plan.assemble(arrays, stand_ins), host.passed, flight.step)
+        return self._device_transform(plan.assemble(arrays, stand_ins), host.passed, flight.step)
+
+    def _late_batch(self, flight: Flight) -> Any:
+        """As `_batch`, in the consumer's thread, where other settings may be in force."""
+        try:
+            with contextlib.nullcontext() if JaxContext() == self._context else self._context.in_force():
+                return self._batch(flight)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            raise _noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause
 
     def _count_rows(self, host: HostBatch[Plan]) -> None:
         """Batches of the source's own making are counted here, where they come in order."""

@@ -612,6 +612,6 @@ def test_a_program_that_is_interrupted_ends() -> None:
             except KeyboardInterrupt:
                 print("interrupted")
             """,
-            timeout=PATIENCE_SECONDS,
+            timeout=120,
         )
         assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["batch", "interrupted"], "")

@@ -18,6 +18,7 @@ PUBLIC = {
     "HOST",
     "Pad",
     "PerDevice",
+    "OnDevice",
     # where and what
     "BatchSpec",
     "LeafSpec",

@@ -198,6 +198,29 @@ def test_asking_before_the_first_batch_takes_nothing(S: NamedSharding) -> None:
     assert [int(np.asarray(batch)[0]) for batch in iterator] == list(range(6))
 
 
+def test_looking_at_the_spec_does_not_move_the_state(S: NamedSharding) -> None:
+    loader = ps.Loader(iter([example(row) for row in range(64)]), S, batch_size=8)
+    first = loader.state()
+    assert loader.spec()["x"].shape == (8, 2)
+    assert loader.state() == first
+    next(iter(loader))
+    assert loader.state().rows == 8
+    loader.close()
+
+
+def test_a_seed_of_any_length_is_compared(S: NamedSharding) -> None:
+    rows = np.arange(64).reshape(64, 1)
+    long = 10**300
+    iterator = iter(ps.Loader(rows, S, batch_size=8, shuffle=True, seed=long))
+    head = take(iterator, 3)
+    state = through_bytes(iterator.state())
+    iterator.close()
+    whole = take(iter(ps.Loader(rows, S, batch_size=8, shuffle=True, seed=long)))
+    assert head + take(iter(ps.Loader(rows, S, batch_size=8, shuffle=True, seed=long, state=state))) == whole
+    with pytest.raises(ps.StateError, match="seed"):
+        ps.Loader(rows, S, batch_size=8, shuffle=True, seed=long + 1, state=state)
+
+
 def test_a_state_that_was_given_comes_back_before_any_batch(S: NamedSharding) -> None:
     """C21: what is saved again at once is what was loaded, whatever the way."""
     for kind in KINDS:
@@ -564,6 +587,19 @@ def test_eight_devices_and_then_four_with_half_the_batch(shuffle: bool, kind: st
         last = ps.Loader(source, eight, batch_size=64, shuffle=shuffle, remainder="pad", epochs=2, state=after.state().rebatch(64))
         after.close()
         assert head + middle + ids_of(list(last)) == whole
+
+
+def test_a_batch_size_by_device_asks_for_rebatch_on_fewer_devices(mesh: Mesh) -> None:
+    half = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), PartitionSpec("data"))
+    source, _ = source_of("arrays", 1000, 64)
+    before = iter(ps.Loader(source, NamedSharding(mesh, PartitionSpec("data")), batch_size=ps.PerDevice(8)))
+    take(before, 3)
+    state = before.state()
+    before.close()
+    with pytest.raises(ps.StateError, match=r"batch_size: the state has 64, this loader 32; state\.rebatch\(32\)"):
+        ps.Loader(source, half, batch_size=ps.PerDevice(8), state=state)
+    loader = ps.Loader(source, half, batch_size=ps.PerDevice(8), state=state.rebatch(32))
+    assert ids_of(list(loader)) == list(range(192, 992))
 
 
 def test_rows_that_a_larger_batch_would_drop_go_into_smaller_ones(mesh: Mesh) -> None:

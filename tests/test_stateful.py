@@ -179,6 +179,31 @@ def test_an_epoch_of_one_batch_that_is_not_full_is_read_again(S: NamedSharding) 
     assert take(iter(make(state))) == []
 
 
+def test_two_runs_over_one_source_do_not_take_each_others_state(S: NamedSharding) -> None:
+    """Its state is that of the iterator it made last; the earlier run goes by what it took before, or reads again."""
+
+    def make(state: ps.LoaderState | None = None) -> ps.Loader:
+        return ps.Loader(TellingItself(lambda epoch: [example(row, epoch) for row in range(64)]), S, batch_size=8, state=state)
+
+    whole = take(iter(make()))
+    loader = make()
+    one = iter(loader)
+    take(one, 2)
+    two = iter(loader)
+    take(two, 1)
+    take(one, 3)
+    take(two, 1)
+    states = [one.state(), two.state()]
+    loader.close()
+    for state, done in zip(states, (5, 2), strict=True):
+        assert take(iter(make(through_bytes(state)))) == whole[done:]
+    assert states[1].resumes_by == "replay"
+    third = iter(loader)  # the others are gone: it is asked again
+    take(third, 2)
+    assert third.state().resumes_by == "snapshot"
+    loader.close()
+
+
 # --- states that cannot be kept
 
 

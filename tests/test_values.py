@@ -6,6 +6,7 @@ import array
 import collections
 import dataclasses
 import itertools
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import prefetchshard as ps
+from prefetchshard.filling import Wholes
 from support import aligned
 
 P = PartitionSpec
@@ -128,6 +130,34 @@ def test_reused_unaligned_and_large(S: NamedSharding) -> None:
     """JAX copies it, and does so after `device_put` has returned."""
     for i, batch in enumerate(ps.prefetch(batches(8, MEMORY["at byte 4"], (8, 500_000)), S)):
         assert found([batch]) == [[i]]
+
+
+def test_all_shares_of_a_large_batch_are_copied_first(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers help to copy it; the source is not asked for the next one before the last of them is done."""
+    asked = threading.Event()
+    shares: list[int] = []
+    copy_share = Wholes.copy_share
+
+    def slowly(self: Any, assembly: Any, work: Any, first: int = 0, count: int = 1) -> None:
+        shares.append(count)
+        if first:
+            asked.wait(0.05)
+        copy_share(self, assembly, work, first, count)
+
+    def source() -> Iterator[np.ndarray]:
+        buffer = aligned((8, 500_000))
+        for i in range(4):
+            asked.set()
+            buffer[...] = i
+            asked.clear()
+            yield buffer
+        asked.set()
+        buffer[...] = 99
+
+    monkeypatch.setattr(Wholes, "copy_share", slowly)
+    kept = [{"x": batch} for batch in ps.prefetch(source(), S, workers=4)]
+    assert found(kept) == each(4)
+    assert max(shares) > 1 or (os.cpu_count() or 1) == 1
 
 
 def as_iterable() -> Any:

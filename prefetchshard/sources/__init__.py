@@ -1,6 +1,6 @@
 """What may be a source, and how it is recognised: the first rule that matches.
 
-1. arrays: a NumPy array, or a mapping, tuple or registered container of them;
+1. arrays: a NumPy array, or a mapping, tuple or registered container of them; with `ps.OnDevice` around it, it stays on the devices;
 2. dataset: `__len__` and `__getitem__`;
 3. iterable or iterator: `__iter__`, `__next__`; those that tell their own state (see `stateful`) are gone on with by it;
 4. async iterable: `__aiter__`, or what `ps.from_this_loop` returns;
@@ -20,6 +20,7 @@ from prefetchshard.faults import presentable
 from prefetchshard.sources.arrays import Arrays, find_arrays
 from prefetchshard.sources.asynchronous import AsyncStream, FromThisLoop
 from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.device_arrays import OnDevice
 from prefetchshard.sources.iterables import FactoryStream, IterableStream, Stream
 
 Source: TypeAlias = Arrays | Dataset | Stream
@@ -41,7 +42,7 @@ def recognise(source: Any, *, batched: bool) -> Source:
         raise ConfigError("the source is None")
     if isinstance(source, type):  # has the methods of its instances, and is a function that makes them
         return FactoryStream(source, lambda made: _stream_of_epoch(made, batched))
-    arrays = find_arrays(source)
+    arrays = source.source if isinstance(source, OnDevice) else find_arrays(source)
     if arrays is not None:
         if not batched:
             raise ConfigError(
@@ -75,6 +76,8 @@ def _stream_of_epoch(made: Any, batched: bool) -> Stream:
     """What a factory returned for one epoch, read in order by one thread whatever it is."""
     if callable(made) and not any(hasattr(made, name) for name in ("__iter__", "__getitem__", "__aiter__")):
         raise ConfigError(f"the factory returned something callable ({type(made).__qualname__}), not a source")
+    if isinstance(made, OnDevice):
+        raise ConfigError("the factory returned ps.OnDevice, whose arrays would be put anew each epoch: pass it itself, with epochs=...")
     if inspect.iscoroutine(made):
         made.close()
         raise ConfigError(

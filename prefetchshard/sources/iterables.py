@@ -85,9 +85,12 @@ class IteratorItems:
         pair: how it, or what it was made from, tells its own state; None where it cannot.
     """
 
-    def __init__(self, iterator: Any, *, ours: bool, again: bool = False, pair: StatePair | None = None) -> None:
+    def __init__(
+        self, iterator: Any, *, ours: bool, again: bool = False, pair: StatePair | None = None, on_close: Callable[[], object] | None = None
+    ) -> None:
         self.again = again
         self.pair = pair
+        self._on_close = on_close
         self._iterator = iterator
         self._next = iterator.__next__
         self._ours = ours  # opened by us, or given to us to be used up: ours to close
@@ -114,6 +117,9 @@ class IteratorItems:
         return self._ours and not isinstance(self._iterator, types.GeneratorType) and callable(getattr(self._iterator, "close", None))
 
     def close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
         close = getattr(self._iterator, "close", None)
         if self._ours and callable(close):
             close()
@@ -143,6 +149,7 @@ class IterableStream:
         self.one_shot = hasattr(iterable, "__next__")
         self._iterable = iterable
         self._last = _Last()
+        self._pairs: list[StatePair] = []  # of the iterators that are being read; `append` and `remove` need no lock
 
     @property
     def length(self) -> int | None:
@@ -152,17 +159,23 @@ class IterableStream:
         del epoch, loop
         pair = find_pair(self._iterable)
         iterator = None
+        if pair is not None:
+            self._pairs.append(pair)
+            if len(self._pairs) > 1:
+                for one in tuple(self._pairs):
+                    one.spoil()
         if pair is not None and snapshot is not None:
             iterator = pair.restore(snapshot)  # before the iterator is made: that is when such sources look at it
         if iterator is None:
             iterator = self._iterable if self.one_shot else iter(self._iterable)
+        on_close = None if pair is None else functools.partial(self._pairs.remove, pair)
         if pair is None:
             pair = find_pair(iterator)
             if snapshot is not None:
                 if pair is None:
                     raise refuse_snapshot(iterator)
                 pair.restore(snapshot)
-        return IteratorItems(iterator, ours=True, again=self._last.is_again(iterator), pair=pair)
+        return IteratorItems(iterator, ours=True, again=self._last.is_again(iterator), pair=pair, on_close=on_close)
 
 
 class FactoryStream:

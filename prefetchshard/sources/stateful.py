@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,22 +22,30 @@ class StatePair:
         reader: what is read once the state is in place; None: the source as always.
     """
 
-    __slots__ = ("_get", "_owner", "_put", "_reader")
+    __slots__ = ("_get", "_lock", "_owner", "_put", "_reader", "_spoilt")
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any], owner: str, reader: Any = None) -> None:
         self._get = get
         self._put = put
         self._owner = owner
         self._reader = reader
+        self._lock = threading.Lock()  # guards _spoilt: no other iterator is made while the source is asked
+        self._spoilt = False
 
-    def snapshot(self) -> bytes:
-        """The state as it is now, packed.
+    def spoil(self) -> None:
+        """Another iterator of the same source is about to be made: from now on its state is of the one, or of the other, or of both."""
+        with self._lock:
+            self._spoilt = True
+
+    def snapshot(self) -> bytes | None:
+        """The state as it is now, packed; None where it may be that of another iterator.
 
         Raises:
             StateError: something in it cannot be kept; the text says where it sits.
         """
         try:
-            return pack_snapshot(self._get())
+            with self._lock:
+                return None if self._spoilt else pack_snapshot(self._get())
         except StateError as error:
             raise StateError(
                 f"{error} (from {self._owner}). With snapshot_every=None the loader does without the source's state, and goes on by reading again"

@@ -1,0 +1,87 @@
+"""Arrays that stay on the devices: what the user hands in, and the source that it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from prefetchshard.batches import AnyArray
+from prefetchshard.errors import ConfigError
+from prefetchshard.leaves import is_numeric
+from prefetchshard.sources.arrays import Arrays, find_arrays, name_of_type
+from prefetchshard.structures import path_text
+
+_jax: Any = jax
+
+MOST_ROWS = 2**31 - 1
+"""Rows are found on the devices by 32-bit numbers."""
+
+
+class OnDevice:
+    """Arrays that fit into the memory of the devices, as a source: `ps.Loader(ps.OnDevice({"x": x, "y": y}), batch_size=...)`.
+
+    They are put on the devices once, where the first run of the loader begins; from then on the host sends the numbers of each step's
+    rows, and the rows are gathered there. Order, values, remainder, mask, positions and states are those of the same arrays in host
+    memory. The loader keeps the arrays between its runs, and lets go of them when it is dropped itself.
+
+    Args:
+        arrays: a NumPy array or a jax.Array, or a mapping, tuple or registered container of them, of one leading size. A jax.Array that
+            lies where it is to lie is used as it is, and must not be donated or deleted while the loader lives.
+        sharding: where the arrays lie; None: whole, on each of the devices that the loader's batches go to. Else a `PartitionSpec` (with
+            the mesh of the loader's sharding), a `NamedSharding` of that mesh, or a pytree prefix of these. Rows that are split take a
+            part of the memory on each device, and every step moves rows between the devices; its gather is dispatched by the thread
+            that takes the batch.
+
+    Raises:
+        ConfigError: not arrays of one leading size, or some that no device can hold.
+    """
+
+    def __init__(self, arrays: Any, sharding: Any = None) -> None:
+        self.source = DeviceArrays(arrays, sharding)
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.source.length} rows)"
+
+
+class DeviceArrays(Arrays):
+    """`OnDevice` as a kind of arrays.
+
+    Attributes:
+        given: the arrays as the user gave them; `leaves` stands for them where only shapes and dtypes matter.
+        sharding: the user's, of the arrays.
+    """
+
+    kind = "device arrays"
+
+    def __init__(self, tree: Any, sharding: Any) -> None:
+        found = None if hasattr(tree, "__next__") else find_arrays(_jax.tree.map(_as_numpy, tree))
+        if found is None:
+            raise ConfigError(
+                f"ps.OnDevice takes a NumPy array or a jax.Array, or a mapping, tuple or registered container of them, not a {name_of_type(tree)}"
+            )
+        paths = [path_text(keys) for keys, _ in _jax.tree_util.tree_flatten_with_path(tree)[0]]
+        self.given: list[Any] = _jax.tree.leaves(tree)
+        for path, leaf in zip(paths, found.leaves, strict=True):
+            if isinstance(leaf, np.ma.MaskedArray) or not is_numeric(leaf.dtype):
+                raise ConfigError(
+                    f"ps.OnDevice: array {path or '(the source itself)'} ({type(leaf).__name__} of dtype {leaf.dtype}) cannot be held by a "
+                    f"device: leave it out or encode it, or pass the arrays themselves, which are read from host memory (ps.HOST keeps such "
+                    f"a leaf there)"
+                )
+        if found.length > MOST_ROWS:
+            raise ConfigError(f"ps.OnDevice: {found.length} rows, and at most {MOST_ROWS} can be told by a 32-bit number")
+        super().__init__(found.tree, found.leaves, found.length)
+        self.sharding = sharding
+
+
+def _as_numpy(leaf: Any) -> AnyArray:
+    """An array of its shape and dtype, for a jax.Array in no memory of its own."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    dtype: Any = leaf.dtype
+    if _jax.dtypes.issubdtype(dtype, _jax.dtypes.prng_key):
+        raise ConfigError(f"ps.OnDevice: an array of {dtype} has no rows that can be gathered bit by bit; pass `jax.random.key_data(keys)`")
+    zero: AnyArray = np.zeros((), dtype)
+    return np.broadcast_to(zero, leaf.shape)

@@ -1,0 +1,313 @@
+"""Law 5: never more batches pulled and not delivered than `ahead`, under all timings; nothing grows; waiting costs nothing (C12, C51)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import prefetchshard as ps
+from fakes import SOURCES, Examples, Gate, Iterable, batch, generator
+from support import wait_until
+
+ENDLESS = 10**9
+
+
+class Counter:
+    """An act that counts what is pulled against what was delivered; both may be looked at from any thread."""
+
+    def __init__(self, rows: int = 1) -> None:
+        self.rows = rows
+        self.pulled = 0
+        self.delivered = 0
+        self.most = 0
+        self.pause: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+
+    def __call__(self, i: int) -> None:
+        with self._lock:
+            self.pulled = max(self.pulled, i // self.rows + 1)
+            self.most = max(self.most, self.outstanding)
+        self.pause()
+
+    @property
+    def outstanding(self) -> int:
+        return self.pulled - self.delivered
+
+    def take(self, iterator: Any) -> None:
+        next(iterator)
+        with self._lock:
+            self.delivered += 1
+
+
+def at_rest(iterator: ps.LoaderIterator) -> bool:
+    """Whether all threads wait for room: nothing more is read until a batch is taken."""
+    stats = iterator.stats()
+    return stats.ready.senders_waiting >= 1 and stats.host.senders_waiting >= 1
+
+
+def loaders(kind: str, counter: Counter, S: NamedSharding, **options: Any) -> ps.Loader:
+    if kind == "examples":
+        counter.rows = 8
+        return ps.Loader(Examples(ENDLESS, counter), S, batch_size=8, **options)
+    if kind == "examples of an iterator":
+        counter.rows = 8
+        return ps.Loader((np.int32(counter(i) or i) for i in range(ENDLESS)), S, batch_size=8, **options)
+    return ps.prefetch(SOURCES[kind](ENDLESS, counter), S, **options)
+
+
+KINDS = [*SOURCES, "examples", "examples of an iterator"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("transforms", [False, True])
+def test_it_reads_ahead_as_far_as_it_says(kind: str, depth: int, workers: int, transforms: bool, S: NamedSharding) -> None:
+    """A consumer that is slow finds the same number of batches ahead every time, and it is within the bound."""
+    counter = Counter()
+    loader = loaders(kind, counter, S, depth=depth, workers=workers, transform=(lambda x: x) if transforms else None)
+    iterator = iter(loader)
+    counter.take(iterator)
+    ahead = loader.spec().ahead
+    found: set[int] = set()
+    for _ in range(4):
+        wait_until(lambda: at_rest(iterator))
+        found.add(counter.outstanding)
+        counter.take(iterator)
+    iterator.close()
+    assert len(found) == 1
+    assert depth < found.pop() <= ahead
+    assert counter.most <= ahead
+    assert ahead <= depth + 5 + 2 * workers  # small
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_timing_exceeds_the_bound(kind: str, S: NamedSharding) -> None:
+    """Now the source is the slow one, now the consumer."""
+    counter, dice = Counter(), random.Random(7)
+    counter.pause = lambda: time.sleep(0.002) if dice.random() < 0.2 else None
+    loader = loaders(kind, counter, S, workers=3, transform=lambda x: x)
+    ahead = loader.spec().ahead
+    iterator = iter(loader)
+    for _ in range(60):
+        if dice.random() < 0.2:
+            time.sleep(0.003)
+        counter.take(iterator)
+        assert counter.outstanding <= ahead
+    iterator.close()
+    assert counter.most <= ahead
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_read_before_a_run_begins(kind: str, S: NamedSharding) -> None:
+    counter = Counter()
+    loader = loaders(kind, counter, S)
+    repr(loader)
+    loader.close()
+    assert counter.pulled == 0
+    iterator = iter(loader)
+    wait_until(lambda: at_rest(iterator))
+    assert 0 < counter.pulled <= loader.spec().ahead
+    iterator.close()
+
+
+def test_two_runs_have_a_bound_each(S: NamedSharding) -> None:
+    source = Iterable(ENDLESS)
+    loader = ps.prefetch(source, S)
+    ahead = loader.spec().ahead  # the first of the two
+    iterators = [iter(loader), iter(loader)]
+    for iterator in iterators:
+        wait_until(lambda iterator=iterator: at_rest(iterator))
+    assert [items.asked <= ahead for items in source.given] == [True, True]
+    loader.close()
+
+
+def test_a_failure_and_a_drop_stop_the_reading(S: NamedSharding) -> None:
+    counter = Counter()
+
+    def transform(value: Any) -> Any:
+        if value[0] == 2:
+            raise ZeroDivisionError
+        return value
+
+    iterator = iter(ps.prefetch(generator(ENDLESS, counter), S, transform=transform, workers=2))
+    wait_until(lambda: iterator.run.outbox.stats().ready == 2)
+    wait_until(lambda: iterator.stats().host.senders_waiting == 0)
+    time.sleep(0.02)
+    pulled = counter.pulled
+    time.sleep(0.05)
+    assert counter.pulled == pulled
+    iterator.close()
+
+
+# --- nothing grows
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the resident memory from /proc")
+@pytest.mark.parametrize("kind", ["iterator", "dataset", "async generator", "arrays"])
+def test_memory_does_not_grow(kind: str, S: NamedSharding) -> None:
+    """300 steps of 2 MiB, 600 MiB in all."""
+    rows = np.ones((256, 2048), np.float32)
+
+    async def pulled() -> Any:
+        while True:
+            yield rows.copy()
+
+    class Many:
+        def __len__(self) -> int:
+            return ENDLESS
+
+        def __getitem__(self, i: int) -> Any:
+            return rows.copy()
+
+    source: Any = {"iterator": (rows.copy() for _ in range(ENDLESS)), "dataset": Many(), "async generator": pulled(), "arrays": rows}[kind]
+    whole: dict[str, Any] = {"batch_size": 256, "epochs": None, "shuffle": True} if kind == "arrays" else {}
+    iterator = iter(ps.Loader(source, S, **whole))
+    for _ in range(60):
+        next(iterator)
+    gc.collect()
+    before = resident_bytes()
+    for _ in range(300):
+        next(iterator)
+    gc.collect()
+    grown = resident_bytes() - before
+    iterator.close()
+    assert grown < 64 << 20
+
+
+@pytest.mark.parametrize("kind", [*SOURCES, "examples", "examples of an iterator"])
+def test_no_objects_pile_up(kind: str, S: NamedSharding) -> None:
+    iterator = iter(loaders(kind, Counter(), S, workers=2, transform=lambda x: x))
+
+    def objects_after(steps: int) -> int:
+        for _ in range(steps):
+            next(iterator)
+        wait_until(lambda: at_rest(iterator))
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects_after(50)
+    before = objects_after(10)
+    after = objects_after(300)
+    iterator.close()
+    assert after - before < 100
+
+
+def test_runs_do_not_pile_up(S: NamedSharding) -> None:
+    loader = ps.prefetch(Iterable(50), S)
+
+    def objects_after(runs: int) -> int:
+        for i in range(runs):
+            iterator = iter(loader)
+            next(iterator)
+            if i % 2:
+                iterator.close()
+        del iterator
+        loader.close()
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects_after(5)
+    assert objects_after(30) - objects_after(1) < 300
+
+
+# --- waiting costs nothing
+
+
+def busy_seconds(seconds: float) -> float:
+    began = time.process_time()
+    time.sleep(seconds)
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize("state", ["full", "starved", "consumer waits", "async source waits"])
+def test_waiting_threads_burn_no_cpu(state: str, S: NamedSharding) -> None:
+    gate = Gate(1)
+
+    async def asleep() -> Any:
+        import asyncio
+
+        yield batch(0)
+        await asyncio.Event().wait()
+
+    source: Any = asleep() if state == "async source waits" else generator(ENDLESS, Gate(-1) if state == "full" else gate)
+    iterator = iter(ps.prefetch(source, S, transform=lambda x: x, workers=4))
+    next(iterator)
+    consumer = threading.Thread(target=lambda: next(iterator, None))
+    if state == "full":
+        wait_until(lambda: at_rest(iterator))
+    if state == "consumer waits":
+        consumer.start()
+        wait_until(lambda: iterator.stats().ready.receivers_waiting == 1)
+    if state != "full":
+        wait_until(lambda: iterator.run.outbox.stats().taken == 1)
+        time.sleep(0.1)
+    gc.collect()
+    used = min(busy_seconds(0.5) for _ in range(2))
+    gate.open()
+    iterator.close()
+    if state == "consumer waits":
+        consumer.join()
+    assert used < 0.025
+
+
+# --- C12: settings that cannot work are refused where the loader is made, by argument and value
+
+WRONG: list[tuple[str, Any]] = [
+    *(("depth", value) for value in (0, -1, 1.5, None, "2", True, np.float32(2), [2])),
+    *(("workers", value) for value in (0, -1, 1.5, None, "many", True)),
+    *(("batch_size", value) for value in (0, -8, 8.0, "8", True, [8])),
+    *(("epochs", value) for value in (0, -1, 1.5, "1", True)),
+    *(("microbatches", value) for value in (0, -1, 2.0, "2", True)),
+    *(("seed", value) for value in (-1, 1.5, None, "1", True)),
+    *(("shuffle", value) for value in (1, 0, None, "yes", np.bool_(True))),
+    *(("reuses_buffers", value) for value in (1, 0, None, "no")),
+    *(("remainder", value) for value in ("keep", None, True, 0, "DROP")),
+    *(("narrow", value) for value in ("ignore", None, True)),
+    *(("transform", value) for value in (3, "f", [])),
+    *(("collate", value) for value in (3, "f")),
+    *(("device_transform", value) for value in (3, "f")),
+    *(("device_memory", value) for value in (0, -1, 1.5, "much", "2XB", True)),
+    *(("host_memory", value) for value in (0, -1, 1.5, "much", "", True)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_a_setting_that_cannot_work(name: str, value: Any, S: NamedSharding) -> None:
+    source: Any = np.ones((16, 2)) if name in ("batch_size", "epochs", "shuffle", "microbatches") else [np.ones(8)]
+    options = {"batch_size": 8} if name in ("epochs", "shuffle", "microbatches", "collate") else {}
+    with pytest.raises(ps.ConfigError, match=f"^{name}=") as caught:
+        ps.Loader(source, S, **{**options, name: value})
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith(f"{name}={value!r}: ")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, None])
+def test_rows_per_device_that_cannot_be(value: Any) -> None:
+    with pytest.raises(ps.ConfigError, match=r"^PerDevice\(rows\)="):
+        ps.PerDevice(value)
+
+
+@pytest.mark.parametrize("value", [np.int64(2), np.uint8(3)])
+def test_numbers_of_numpy_are_numbers(value: Any, S: NamedSharding) -> None:
+    loader = ps.prefetch([batch(0), batch(1)], S, depth=value, workers=value, epochs=value)
+    assert len(list(loader)) == 2 * int(value)
+
+
+def test_prefetch_refuses_what_it_does_not_know(S: NamedSharding) -> None:
+    with pytest.raises(TypeError, match="dept"):
+        ps.prefetch([np.ones(8)], S, dept=2)

@@ -213,6 +213,14 @@ class BoundedQueue(Generic[T]):
             self._line.appendleft(ticket)
         self.receivers.wake()
 
+    def break_off(self, failure: BaseException) -> None:
+        """The receiver cannot go on: the failure comes next, and what was sent comes no more."""
+        ticket: Ticket[T] = Ticket(self)
+        ticket.failure = failure
+        ticket.settled = True
+        self._line = deque([ticket])
+        self.refuse()
+
     def release(self) -> None:
         """What an item taken earlier held is free again."""
         with self._lock:

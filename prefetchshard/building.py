@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -387,6 +388,11 @@ class Blueprint:
         if x64 not in self._specs:
             self._specs[x64] = placed.spec() if self._device_transform is None else self._spec_of(placed.finished())
         return self._specs[x64]
+
+    def learn_in_passing(self, placed: PlacedBatch, *, x64: bool) -> None:
+        """As `learn_spec`, of a batch that is handed out: where it cannot be taken apart (odd things kept on the host) nothing is learnt."""
+        with contextlib.suppress(ValueError, TypeError):
+            self.learn_spec(placed, x64=x64)
 
     def _spec_of(self, batch: Any) -> tuple[LeafSpec, ...]:
         found: list[LeafSpec] = []

@@ -104,6 +104,5 @@ class JaxContext:
         with contextlib.ExitStack() as stack:
             for manager, value in zip(_MANAGERS.values(), self._values, strict=True):
                 stack.enter_context(manager(value))
-            if self.mesh is not None:
-                stack.enter_context(jax.set_mesh(self.mesh))
+            stack.enter_context(jax.set_mesh(self.mesh))
             yield

@@ -16,6 +16,7 @@ from prefetchshard.building import Blueprint
 from prefetchshard.clock import MONOTONIC
 from prefetchshard.config import Narrow, PerDevice, Remainder, Settings
 from prefetchshard.errors import BatchError, ConfigError, PrefetchWarning, UsedUpError
+from prefetchshard.faults import note, presentable
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.limits import parse_bytes
 from prefetchshard.reading import Cursor
@@ -76,15 +77,15 @@ class LoaderIterator:
                 self._outbox.untake(item)
             raise
 
-    def _hand_out(self, item: PlacedBatch, began: float) -> Any:
+    def _hand_out(self, item: PlacedBatch, began: float) -> Any | EmptyType:
+        if item.finish is not None and not self._finish(item):
+            return EMPTY
         meters = self._meters
         now = self._clock()
         if meters.first_next_at is None:
             meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
-            self._blueprint.learn_spec(item, x64=self._run.context.x64)
+            self._blueprint.learn_in_passing(item, x64=self._run.context.x64)
             meters.first_next_at = began
-        if item.finish is not None:
-            item.finished()
         # No call from here on, so no Ctrl-C in between: it is handed out and counted, or neither.
         meters.stall_seconds += now - began
         meters.last_next_at = now
@@ -95,6 +96,17 @@ class LoaderIterator:
         if progress.position is None or position.step > progress.position.step:  # threads that share the run come here in any order
             progress.position = position
         return item.batch
+
+    def _finish(self, item: PlacedBatch) -> bool:
+        """Make a batch that is for this thread to make. False: it could not be made, which ends the run."""
+        try:
+            item.finished()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised as what comes from the other threads is
+            self._outbox.break_off(note(presentable(error, "placing"), "placing", item.position))
+            return False
+        return True
 
     def _stop(self, began: float) -> None:
         """The first time that nothing more comes: keep why, and move the loader on where the run ended by itself."""
@@ -205,7 +217,7 @@ class LoaderIterator:
         while not self._outbox.is_over():
             self._outbox.wait_ready()
             item = self._outbox.peek_nowait()
-            if item is not EMPTY:
+            if item is not EMPTY and (item.finish is None or self._finish(item)):
                 return self._blueprint.learn_spec(item, x64=self._run.context.x64)
         if self._has_failed():
             self._raise_end(StopIteration)
@@ -228,7 +240,8 @@ class Loader:
     A loader says what to read and where to put it. It starts no thread by itself; `iter(loader)` and `aiter(loader)` start a run.
 
     Args:
-        source: arrays (a NumPy array, or a mapping, tuple or registered container of them, of one leading size), a dataset
+        source: arrays (a NumPy array, or a mapping, tuple or registered container of them, of one leading size; in `ps.OnDevice` they
+            stay on the devices), a dataset
             (`__len__` and `__getitem__`, read by several threads at once), an iterable, an iterator, an async iterable
             (`ps.from_this_loop` for one that is bound to the running event loop), or a function that returns any of these, called
             once an epoch (with `epoch=` where it has such a parameter).

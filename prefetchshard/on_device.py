@@ -1,17 +1,14 @@
-"""Arrays on the devices: how they are put there, and how the rows of a batch are gathered from them.
+"""Arrays on the devices: where they lie, how they are put there, and what a run reads in their place.
 
-A run over them reads a hidden source, the numbers of the rows (-1: padding), which goes the way of every other batch; what the numbers
-stand for is gathered where they arrive. Where each device holds all rows, each gathers its own part of a batch and nothing moves between
-devices. Where rows are split, each device gives what it has, as bits, and the sum of the bits is the batch: a collective operation.
-Programs with collectives must reach all devices in one order, or they wait for each other for ever, so the thread that dispatches the
-training step, the consumer's, must dispatch that gather too.
+A run over them reads a hidden source, the numbers of the rows (-1: padding), which goes the way of every other batch; the rows are
+gathered where the numbers arrive (`gathering.py`). Where rows are split over devices that is a collective operation. Programs with
+collectives must reach all devices in one order, or they wait for each other for ever, so the thread that dispatches the training step,
+the consumer's, must dispatch that gather too.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,10 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from prefetchshard.batches import AnyArray
 from prefetchshard.config import HOST, Narrow
 from prefetchshard.errors import ConfigError, NarrowingError
+from prefetchshard.gathering import gathers_of
 from prefetchshard.leaves import store
 from prefetchshard.meshes import axis_names, axis_size, devices_of, mesh_of, row_split, sharding_text
 from prefetchshard.placement import Rules, resolve
-from prefetchshard.planning import MASK, Plan, Planner
+from prefetchshard.planning import Plan, Planner
 from prefetchshard.shardings import replicated_like
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.device_arrays import DeviceArrays
@@ -38,8 +36,6 @@ _jnp: Any = jnp
 
 PADDING = -1
 """The number of a row that is padding."""
-
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class RowNumberPlanner(Planner):
@@ -76,7 +72,7 @@ class DeviceRows:
         self._source = source
         self._places = _places(source, plan)
         self._stores: list[Any] = []
-        self._gathers = _gathers(plan, self._places)
+        self._gathers = gathers_of(plan, [place.sharding for place in self._places])
         where = tuple([gather.numbers_at for gather in self._gathers])
         number = np.arange(source.length, dtype=np.int32)
         self.numbers = Arrays((number,) * len(where), [number] * len(where), source.length)
@@ -232,13 +228,20 @@ def _store_shardings(source: DeviceArrays, plan: Plan) -> list[Any]:
                 f"ps.OnDevice: leaf {leaf.path or '(the batch itself)'} is to stay on the host (ps.HOST), and its array on the devices; leave it "
                 f"out, or pass the arrays themselves, which are read from host memory"
             )
-    if source.sharding is None:
+    one_device = all(len(devices_of(leaf.sharding)) == 1 for leaf in plan.leaves)
+    if source.sharding is None or (one_device and _is_bare(source.sharding)):
         return [replicated_like(leaf.sharding) for leaf in plan.leaves]
     rules = _rules_of(source.sharding, [leaf.sharding for leaf in plan.leaves])
     pieces = rules.batch_split() or 1
     rows = -(-source.length // pieces) * pieces
     structure = rules.flatten_arrays(source.tree)
     return rules.shardings(structure, [(rows, *leaf.shape[1:]) for leaf in source.leaves], [leaf.target for leaf in plan.leaves])
+
+
+def _is_bare(sharding: Any) -> bool:
+    """Whether it names axes alone, and no mesh."""
+    rules: list[Any] = _jax.tree.leaves(sharding, is_leaf=lambda node: isinstance(node, PartitionSpec))  # pyright: ignore[reportUnknownLambdaType]
+    return all(isinstance(rule, PartitionSpec) for rule in rules)
 
 
 def _rules_of(sharding: Any, batches: Sequence[Any]) -> Rules:
@@ -280,144 +283,3 @@ def _check_example_axes(name: str, stored: NamedSharding, batch: NamedSharding) 
                 f"ps.OnDevice: leaf {name}: axis {axis} is split over {held!r} where the array lies, and over {wanted!r} in the batch: split it "
                 f"alike, or leave it whole in ps.OnDevice(sharding=...)"
             )
-
-
-# -- the gather
-
-
-class _Gather:
-    """One jitted function for the leaves that go to one mesh, or to one device.
-
-    Attributes:
-        members: places in the put order of the plan.
-        numbers_at: where the row numbers go: whole, on each of the devices.
-    """
-
-    def __init__(self, plan: Plan, members: list[int], places: Sequence[_Place]) -> None:
-        self.members = members
-        shardings = [plan.put_shardings[n] for n in members]
-        self.numbers_at = replicated_like(shardings[0])
-        indices = [plan.put_order[n] for n in members]
-        self._leaves = [index for index in indices if index != MASK]
-        parts = [_Part(plan, n, None if plan.put_order[n] == MASK else places[plan.put_order[n]]) for n in members]
-        body = partial(_gather_parts, parts, plan.microbatches)
-        if isinstance(self.numbers_at, NamedSharding):
-            stored = [spec_of(places[index].sharding) for index in self._leaves]
-            body = _jax.shard_map(
-                body,
-                mesh=mesh_of(self.numbers_at),
-                in_specs=(PartitionSpec(), *stored),
-                out_specs=[spec_of(sharding) for sharding in shardings],
-                check_vma=False,
-            )
-        self._run: Callable[..., list[Any]] = _jax.jit(body, out_shardings=shardings)
-
-    def __call__(self, numbers: Any, stores: Sequence[Any]) -> list[Any]:
-        return self._run(numbers, *(stores[index] for index in self._leaves))
-
-
-def spec_of(sharding: Any) -> Any:
-    return sharding.spec
-
-
-def _gathers(plan: Plan, places: Sequence[_Place]) -> list[_Gather]:
-    groups: dict[Any, list[int]] = {}
-    for n, sharding in enumerate(plan.put_shardings):
-        key = mesh_of(sharding) if isinstance(sharding, NamedSharding) else next(iter(sharding.device_set))
-        groups.setdefault(key, []).append(n)
-    return [_Gather(plan, members, places) for members in groups.values()]
-
-
-class _Part:
-    """What one device makes of a leaf, or of the mask, from the numbers of all rows of a batch and its part of the array.
-
-    Args:
-        plan: of the batches.
-        n: place in the put order.
-        place: of the array; None for the mask.
-    """
-
-    def __init__(self, plan: Plan, n: int, place: _Place | None) -> None:
-        self.place = place
-        sharding = plan.put_shardings[n]
-        self._named = isinstance(sharding, NamedSharding)
-        spec = tuple(sharding.spec) if self._named else ()
-        self._rows_axis = 0 if plan.microbatches is None else 1
-        entries = [*spec, *[None] * (len(plan.put_shapes[n]) - len(spec))]
-        self._row_names = axis_names(entries[self._rows_axis])
-        self._example_entries = entries[self._rows_axis + 1 :]
-        index = plan.put_order[n]
-        self._padding = None if index == MASK else plan.leaves[index].padding
-        stored = tuple(place.sharding.spec) if place is not None and isinstance(place.sharding, NamedSharding) else ()
-        self._store_names = axis_names(stored[0]) if stored and place is not None and place.is_split else ()
-        self._held = [axis_names(entry) for entry in stored[1:]]
-
-    def mask(self, numbers: Any) -> Any:
-        return _own_piece(numbers, self._rows_axis, self._row_names) >= 0
-
-    def rows(self, numbers: Any, array: Any) -> Any:
-        """The rows of this device."""
-        mine = _own_piece(numbers, self._rows_axis, self._row_names)
-        rows = self._collected(numbers, array) if self._store_names else _jnp.take(array, _jnp.maximum(mine, 0), axis=0, mode="clip")
-        for axis, entry in enumerate(self._example_entries):
-            names = axis_names(entry)
-            if names and (axis >= len(self._held) or not self._held[axis]):
-                rows = _own_piece(rows, self._rows_axis + 1 + axis, names)
-        if self._padding is None:
-            return rows
-        valid = _jnp.reshape(mine >= 0, (*mine.shape, *[1] * (rows.ndim - mine.ndim)))
-        return _jnp.where(valid, rows, self._padding)
-
-    def _collected(self, numbers: Any, array: Any) -> Any:
-        """Rows that are spread over the devices: each gives the bits of those that it has, and zeros for the others."""
-        names, axis = self._store_names, self._rows_axis
-        count = array.shape[0]
-        there = numbers - _jax.lax.axis_index(names) * count
-        has = (there >= 0) & (there < count)
-        bits = to_bits(_jnp.take(array, _jnp.clip(there, 0, count - 1), axis=0, mode="clip"))
-        bits = _jnp.where(_jnp.reshape(has, (*has.shape, *[1] * (bits.ndim - has.ndim))), bits, _jnp.zeros_like(bits))
-        if names == self._row_names:
-            bits = _jax.lax.psum_scatter(bits, names, scatter_dimension=axis, tiled=True)
-        else:
-            bits = _own_piece(_jax.lax.psum(bits, names), axis, self._row_names)
-        return from_bits(bits, array.dtype)
-
-
-def _gather_parts(parts: list[_Part], microbatches: int | None, numbers: Any, *arrays: Any) -> list[Any]:
-    if microbatches is not None:
-        numbers = _jnp.reshape(numbers, (microbatches, -1))
-    left = iter(arrays)
-    return [part.mask(numbers) if part.place is None else part.rows(numbers, next(left)) for part in parts]
-
-
-def _own_piece(whole: Any, axis: int, names: tuple[Any, ...]) -> Any:
-    """The piece of this device where an axis is split over these mesh axes."""
-    if not names:
-        return whole
-    size = whole.shape[axis] // math.prod(_jax.lax.axis_size(name) for name in names)
-    return _jax.lax.dynamic_slice_in_dim(whole, _jax.lax.axis_index(names) * size, size, axis)
-
-
-def to_bits(array: Any) -> Any:
-    """Its bits as unsigned integers that can be summed on every backend."""
-    dtype = array.dtype
-    if dtype.kind == "c":
-        return to_bits(_jnp.stack([_jnp.real(array), _jnp.imag(array)], axis=-1))
-    if dtype.kind == "b" or dtype.name in _SMALL:
-        return array.astype(np.int8 if dtype.name.startswith("int") else np.uint8)
-    bits = _jax.lax.bitcast_convert_type(array, _BITS[dtype.itemsize])
-    return bits.astype(np.uint32) if dtype.itemsize == 2 else bits
-
-
-def from_bits(bits: Any, dtype: np.dtype[Any]) -> Any:
-    """The array of which these are the bits."""
-    if dtype.kind == "c":
-        parts = from_bits(bits, np.dtype(np.float32 if dtype.itemsize == 8 else np.float64))
-        return _jax.lax.complex(parts[..., 0], parts[..., 1])
-    if dtype.kind == "b" or dtype.name in _SMALL:
-        return bits.astype(dtype)
-    return _jax.lax.bitcast_convert_type(bits.astype(_BITS[dtype.itemsize]), dtype)
-
-
-_SMALL = ("int2", "uint2", "int4", "uint4")
-"""Types of less than a byte, whose values go through a byte."""

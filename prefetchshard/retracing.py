@@ -82,13 +82,14 @@ class Trail:
         counted, counted_at = 0, clock()
         said_at = counted_at
         for done in range(goal):
-            if pull() is END and not out.cancelled:
+            ended = pull() is END
+            now, cancelled = clock(), out.cancelled
+            if ended and not cancelled:
                 raise self._too_short(done)
-            now = clock()
-            if out.cancelled or now - counted_at > COUNT_SECONDS or done + 1 == goal:
+            if cancelled or now - counted_at > COUNT_SECONDS or done + 1 == goal:
                 self._task.meters.add(source=now - counted_at, replayed=done + 1 - counted)
                 counted, counted_at = done + 1, now
-            if out.cancelled:
+            if cancelled:
                 return False
             if now - said_at > PROGRESS_SECONDS:
                 said_at = now

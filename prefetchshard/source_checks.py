@@ -213,7 +213,9 @@ class _StreamCheck:
         for i, (item, example) in enumerate(zip(known, wanted, strict=False)):
             _equal(item, example, f"item {i}")
         count = min(len(wanted), self._most)
-        assert len(known) == count or (not ended and len(known) > count), f"it gave {len(known)} items, and there are {len(wanted)} examples"
+        assert len(known) == count or (not ended and len(known) > count), (
+            f"it gave {len(known)} items, and there are {len(wanted)} examples"
+        )
 
     def _check_again(self, source: Stream | None, known: list[Any], cut: int) -> None:
         """Read it again from its beginning, broken off after `cut` items."""

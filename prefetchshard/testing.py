@@ -1,9 +1,7 @@
 """Fakes that a test can own, and checks for sources of one's own.
 
-    clock = ManualClock()                            # time that moves when the test says so
-    with poisoned_staging():                         # loaders whose staging memory turns to poison as soon as it is released
-        for batch in ps.Loader(...): ...
-    check_source(lambda: MyDataset(), examples)      # does it keep what a source has to keep?  (`prefetchshard.source_checks`)
+`ManualClock` is time that moves when the test says so. Inside `poisoned_staging()` the staging memory of loaders turns to poison as soon
+as it is released. `check_source` tells whether a source keeps what a loader relies on.
 """
 
 from __future__ import annotations

@@ -347,6 +347,21 @@ def test_a_wait_with_a_limit() -> None:
     assert queue.wait_ready(0)
 
 
+def test_a_receiver_that_cannot_go_on() -> None:
+    """Whatever was sent and whatever the senders say: its failure comes next."""
+    queue = new(3, "a", "b")
+    sender = Thread(lambda: [queue.put(i) for i in range(3)])
+    assert queue.take_nowait() == "a"
+    failure = ValueError()
+    queue.end(ValueError("of the senders"))
+    queue.break_off(failure)
+    sender.returned()
+    assert queue.is_over()
+    assert queue.failure is failure
+    assert queue.take_nowait() is EMPTY
+    assert queue.reserve() is None
+
+
 # --- cancelling
 
 

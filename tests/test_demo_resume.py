@@ -102,8 +102,10 @@ demo.run(demo.Options(epochs=epochs, checkpoint=folder, checkpoint_every=every, 
 """
 
 
-def lives(program: str, folder: Path, *, every: int, kills: int, seed: int, way: str = "sync") -> tuple[list[dict[str, Any]], str, int]:
-    """Runs a program over three epochs until it ends, killing it so many times at some moment.
+def lives(
+    program: str, folder: Path, *, epochs: int, every: int, kills: int, seed: int, lines: int = 12, way: str = "sync"
+) -> tuple[list[dict[str, Any]], str, int]:
+    """Runs a program until it ends, killing it so many times, at some moment after one of its first `lines` lines, two a step.
 
     A step is effective where its result lives on: of each life those that were saved, of the last one all.
 
@@ -113,14 +115,14 @@ def lives(program: str, folder: Path, *, every: int, kills: int, seed: int, way:
     faulthandler.cancel_dump_traceback_later()  # it may take long, and is watched by itself
     rng = random.Random(seed)
     effective: list[dict[str, Any]] = []
-    command = [sys.executable, "-c", program, str(folder), "3", str(every), way]
+    command = [sys.executable, "-c", program, str(folder), str(epochs), str(every), way]
     killed = 0
     while True:
         del effective[saved_steps(folder) :]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
-        left = rng.randrange(12) if killed < kills else -1
+        left = rng.randrange(lines) if killed < kills else -1
         said: list[dict[str, Any]] = []
         assert process.stdout is not None
         for line in process.stdout:
@@ -156,17 +158,17 @@ def test_a_small_loop_killed_a_few_times(tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()
     killed.mkdir()
-    steps, end, kills = lives(SMALL, alone, every=100, kills=0, seed=0)
+    steps, end, kills = lives(SMALL, alone, epochs=3, every=100, kills=0, seed=0)
     assert (len(steps), kills) == (39, 0)
     for epoch in range(3):
         assert sorted(row for step in steps[13 * epoch : 13 * epoch + 13] for row in step["learns"]) == list(range(200))
-    assert lives(SMALL, killed, every=2, kills=4, seed=1) == (steps, end, 4)
+    assert lives(SMALL, killed, epochs=3, every=2, kills=4, seed=1) == (steps, end, 4)
 
 
 @pytest.fixture(scope="module")
 def demo_left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
-    steps, end, kills = lives(DEMO, tmp_path_factory.mktemp("alone"), every=10, kills=0, seed=0)
-    assert (len(steps), kills) == (66, 0)
+    steps, end, kills = lives(DEMO, tmp_path_factory.mktemp("alone"), epochs=5, every=10, kills=0, seed=0)
+    assert (len(steps), kills) == (110, 0)
     assert len({row for step in steps[:22] for row in step["learns"]}) == 22 * 64
     return steps, end
 
@@ -174,7 +176,8 @@ def demo_left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "every", "kills"), [("sync", 1, 50), ("async", 1, 8), ("sync", 4, 8)])
 def test_the_demo_killed_again_and_again(way: str, every: int, kills: int, demo_left_alone: Any, tmp_path: Path) -> None:
-    assert lives(DEMO, tmp_path, every=every, kills=kills, seed=kills, way=way) == (*demo_left_alone, kills)
+    done = lives(DEMO, tmp_path, epochs=5, every=every, kills=kills, seed=kills, lines=4 * every, way=way)
+    assert done == (*demo_left_alone, kills)
 
 
 def test_the_unfinished_file_of_a_killed_save_is_in_nobodys_way(tmp_path: Path) -> None:

@@ -212,6 +212,12 @@ def test_host_leaves_pass_through(S: NamedSharding, consume: Consume) -> None:
     assert np.array_equal(joined(sync(left_out)), IMAGES)
 
 
+def test_host_leaves_that_nobody_can_take_apart(S: NamedSharding) -> None:
+    odd = {1: "a", "b": object()}
+    loader = ps.Loader([{"x": IMAGES[:8], "odd": odd}] * 2, {"x": S, "odd": ps.HOST}, device_transform=lambda b: b)
+    assert [batch["odd"] for batch in batches(sync(loader))] == [odd, odd]
+
+
 def test_nothing_but_host_leaves(consume: Consume) -> None:
     loader = ps.Loader({"name": np.array(list("abcdefgh"))}, ps.HOST, batch_size=4, device_transform=lambda batch: batch)
     assert [batch["name"].tolist() for batch in batches(consume(loader))] == [list("abcd"), list("efgh")]

@@ -361,6 +361,8 @@ def test_contexts_compare_by_what_they_hold() -> None:
             assert there != here
         with there.in_force():
             assert JaxContext() == there
+            with here.in_force():
+                assert JaxContext() == here
         assert JaxContext() == here
 
 

@@ -96,6 +96,7 @@ def placings() -> dict[str, tuple[Any, Any]]:
         "columns cut after the rows met": (columns, P("model")),
         "replicated batches": (NamedSharding(mesh, P()), P("data")),
         "one device": (SingleDeviceSharding(jax.devices()[3]), None),
+        "rows that would be split over more devices": (SingleDeviceSharding(jax.devices()[3]), P("data")),
         "a mesh of one device": (NamedSharding(Mesh(np.array(jax.devices()[2:3]), ("data",)), P("data")), P("data")),
         "a mesh made by us": (NamedSharding(auto, P("data")), P("data")),
         "an explicit mesh": (NamedSharding(explicit, P("data")), P("data")),
@@ -114,10 +115,20 @@ def test_leaves_with_shardings_of_their_own() -> None:
     mesh, other = mesh_2d(), Mesh(np.array(jax.devices()), ("all",))
     rows = NamedSharding(mesh, P("data"))
     arrays = {"x": X, "y": Y, "z": Y * 2, "one": Y + 1}
-    sharding = {"x": rows, "y": NamedSharding(mesh, P()), "z": NamedSharding(other, P("all")), "one": SingleDeviceSharding(jax.devices()[5])}
+    sharding = {
+        "x": rows,
+        "y": NamedSharding(mesh, P()),
+        "z": NamedSharding(other, P("all")),
+        "one": SingleDeviceSharding(jax.devices()[5]),
+    }
     assert_alike(*both(arrays, sharding, batch_size=16, remainder="pad", shuffle=True))
     assert_alike(*both(arrays, lambda path, shape, dtype: rows, batch_size=16))
-    store = {"x": NamedSharding(mesh, P("data")), "y": None, "z": NamedSharding(other, P("all")), "one": SingleDeviceSharding(jax.devices()[5])}
+    store = {
+        "x": NamedSharding(mesh, P("data")),
+        "y": None,
+        "z": NamedSharding(other, P("all")),
+        "one": SingleDeviceSharding(jax.devices()[5]),
+    }
     store["y"] = NamedSharding(mesh, P())
     assert_alike(*both(arrays, sharding, store, batch_size=16, remainder="pad"))
 
@@ -131,6 +142,15 @@ class Pair(NamedTuple):
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_whatever_container(S: NamedSharding, wrap: Any, remainder: Any) -> None:
     assert_alike(*both(wrap(X, Y), S, batch_size=8, remainder=remainder))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("store", [None, P("data")])
+def test_bits_of_every_dtype(S: NamedSharding, dtype: np.dtype[Any], store: Any) -> None:
+    """Not-a-numbers keep their bits, zeros their sign, also beside padding."""
+    arrays = {"x": random_bits((ROWS, 70), dtype, 0), "y": Y}
+    assert_alike(*both(arrays, S, store, batch_size=8, remainder="pad"))
+    assert_alike(*both(arrays, S, store, batch_size=8, shuffle=True))
 
 
 def test_however_it_is_consumed(S: NamedSharding, consume: Consume) -> None:
@@ -321,7 +341,9 @@ def test_rows_that_are_split_are_gathered_by_the_thread_that_takes_the_batch(S: 
 @pytest.mark.parametrize("store", [None, P(None, None, "model")])
 def test_whole_rows_are_gathered_without_a_collective(store: Any) -> None:
     sharding = NamedSharding(mesh_2d(), P("data", None, "model"))
-    loader = ps.Loader(ps.OnDevice({"x": X, "y": Y}, store and {"x": store, "y": P()}), {"x": sharding, "y": None}, batch_size=8, remainder="pad")
+    loader = ps.Loader(
+        ps.OnDevice({"x": X, "y": Y}, store and {"x": store, "y": P()}), {"x": sharding, "y": None}, batch_size=8, remainder="pad"
+    )
     next(iter(loader))
     rows = loader._blueprint._device_rows
     assert rows is not None

@@ -26,6 +26,7 @@ from resumes import (
     BY_REPLAY,
     BY_SNAPSHOT,
     ONE_SHOT,
+    Again,
     Rows,
     batch_of,
     broken_off,
@@ -88,6 +89,8 @@ def test_a_state_does_not_depend_on_depth_or_time(kind: str, S: NamedSharding) -
         return found
 
     assert states(depth=1, workers=1) == states(depth=3, workers=3)
+    pads: dict[str, Any] = {"transform": lambda item: item, "remainder": "pad"}
+    assert states(depth=1, workers=1, **pads) == states(depth=3, workers=3, **pads)
 
 
 KINDS = [*BY_INDEX, *BY_REPLAY, *BY_SNAPSHOT]
@@ -395,14 +398,19 @@ def loops(make: Callable[..., ps.Loader], runs: int) -> tuple[list[list[Any]], l
     return whole, saved
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ONE_SHOT])
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "epochs"),
+    [
+        *((kind, 1) for kind in KINDS if kind not in ONE_SHOT),
+        *((kind, 2) for kind in ("arrays", "list of batches", "iterable", "telling itself of batches")),
+    ],
+)
 def test_loops_over_epochs(kind: str, epochs: int, S: NamedSharding) -> None:
     """Before the end of a run: the rest of it, which may be empty, then the next; after it: the next at once."""
 
     def make(state: ps.LoaderState | None = None) -> ps.Loader:
         source, size = source_of(kind, 48, SIZE)
-        return ps.Loader(source, S, batch_size=size, epochs=epochs, state=state, shuffle=kind in BY_INDEX, device_transform=lambda b: b)
+        return ps.Loader(source, S, batch_size=size, epochs=epochs, state=state, shuffle=kind in BY_INDEX)
 
     whole, saved = loops(make, 3)
     assert [len(run) for run in whole] == [3 * epochs] * 3
@@ -465,6 +473,24 @@ def test_the_length_is_that_of_what_is_left(S: NamedSharding) -> None:
             loader = ps.Loader(source, S, batch_size=size, epochs=2, state=iterator.state())
             assert len(loader) == 6 - done == len(list(loader))
             next(iterator, None)
+
+
+class Sized(Again):
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_the_length_over_an_iterable_with_another_batch_size(remainder: Any, S: NamedSharding) -> None:
+    source = Sized([example(row) for row in range(100)])
+    iterator = iter(ps.Loader(source, S, batch_size=32, epochs=2, remainder=remainder))
+    for _ in range(4):
+        loader = ps.Loader(source, S, batch_size=8, epochs=2, remainder=remainder, state=iterator.state().rebatch(8))
+        assert len(loader) == len(list(loader))
+        next(iterator)
+    iterator.close()
+    with pytest.raises(ps.StateError, match="length: the state has 100, this loader 99"):
+        ps.Loader(Sized(source.items[1:]), S, batch_size=32, remainder=remainder, state=iterator.state())
 
 
 # --- other settings

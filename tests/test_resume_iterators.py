@@ -181,6 +181,8 @@ def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None
     assert sum(sums.get("replayed", 0) for sums in counted) == 100
     assert sum(sums.get("source", 0.0) for sums in counted) == 50.0
     assert trail.skip(1, lambda: END)  # another epoch: nothing to skip
+    task.out.cancelled = True
+    assert not trail.skip(0, lambda: END)  # the source was told to end: it is not too short
 
 
 # --- sources that are no longer the same
@@ -241,6 +243,7 @@ def test_other_rows_shapes_or_leaves_are_another_source(S: NamedSharding) -> Non
 
     for change in (
         lambda batch: {**batch, "x": batch["x"][:, :1]},
+        lambda batch: {**batch, "x": batch["x"][:, :, None]},
         lambda batch: {**batch, "x": batch["x"] * np.float32(1.0001)},
         lambda batch: {**batch, "id": batch["id"][::-1].copy()},
         lambda batch: {**batch, "x": -batch["x"]},
@@ -340,10 +343,11 @@ def test_a_short_last_batch_is_an_error_though_the_first_is_gone(kind: str, hook
         next(iter(shortened(kind, "error", hooks, S, state)))
 
 
+@pytest.mark.parametrize("short", [4, 8])
 @pytest.mark.parametrize("kind", ["iterable", "list"])
-def test_leaves_without_rows_do_not_confuse_it(kind: str, S: NamedSharding, R: NamedSharding) -> None:
+def test_leaves_without_rows_do_not_confuse_it(kind: str, short: int, S: NamedSharding, R: NamedSharding) -> None:
     """By the sharding it is told which leaves have rows, also from a batch that does not fit the devices."""
-    items = [{"table": np.arange(16, dtype=np.float32), "x": np.full((rows, 2), rows, np.float32)} for rows in (16, 16, 4)]
+    items = [{"table": np.arange(16, dtype=np.float32), "x": np.full((rows, 2), rows, np.float32)} for rows in (16, 16, short)]
 
     def make(state: ps.LoaderState | None = None) -> ps.Loader:
         source: Any = Again(items) if kind == "iterable" else items
@@ -357,7 +361,7 @@ def test_leaves_without_rows_do_not_confuse_it(kind: str, S: NamedSharding, R: N
     take(iterator, 2)
     last = next(iter(make(iterator.state())))
     assert last["x"].shape == (16, 2)
-    assert np.asarray(last["mask"]).sum() == 4
+    assert np.asarray(last["mask"]).sum() == short
     iterator.close()
 
 

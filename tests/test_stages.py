@@ -1,0 +1,275 @@
+"""The transfer stage between its two queues: order, transfers on their way, faults, and how it is stopped; with no device at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prefetchshard.batches import EpochEnd, PlacedBatch, Position
+from prefetchshard.bounded_queue import EMPTY, BoundedQueue
+from prefetchshard.errors import SourceError
+from prefetchshard.stages import Pace, transfer_bodies
+from prefetchshard.statistics import Meters
+from support import wait_until
+
+
+class Host:
+    """A host batch, as far as the stage knows it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.position = Position(run=0, epoch=0, step=number, first_row=8 * number, rows=8 * number + 8, batches=number + 1, end=EpochEnd())
+
+
+class Flight:
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+
+class Placer:
+    """Stands for the devices: notes what is asked of it, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.most_flying = 0
+        self.flying = 0
+        self.dispatch_fails: dict[int, BaseException] = {}
+        self.land_fails: dict[int, BaseException] = {}
+        self.before_land: Callable[[int], object] = lambda number: None
+
+    def dispatch(self, host: Host) -> Flight:
+        self.log.append(f"dispatch {host.number}")
+        if host.number in self.dispatch_fails:
+            raise self.dispatch_fails[host.number]
+        self.flying += 1
+        self.most_flying = max(self.most_flying, self.flying)
+        return Flight(host)
+
+    def land(self, flight: Flight) -> PlacedBatch:
+        number = flight.host.number
+        self.before_land(number)
+        self.log.append(f"land {number}")
+        self.flying -= 1
+        if number in self.land_fails:
+            raise self.land_fails[number]
+        placed = PlacedBatch(number, flight.host.position, 1.0, 0, 8, tuple)
+        placed.ready_at = 3.0
+        return placed
+
+
+class Stage:
+    """The stage, its two queues, and its threads."""
+
+    def __init__(self, *, apart: bool, in_flight: int = 2, depth: int = 2, slots: int = 9) -> None:
+        self.placer = Placer()
+        self.inbox: BoundedQueue[Any] = BoundedQueue(slots, held_until_release=True)
+        self.outbox: BoundedQueue[Any] = BoundedQueue(depth)
+        self.meters = Meters()
+        self.pace = Pace(in_flight, waits_apart=apart)
+        self.threads: list[threading.Thread] = []
+
+    def start(self) -> Stage:
+        placer: Any = self.placer
+        bodies = transfer_bodies(self.inbox, placer, self.outbox, self.meters, self.pace)
+        self.threads = [threading.Thread(target=body, name=name, daemon=True) for name, body in bodies]
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def send(self, *numbers: int) -> None:
+        for number in numbers:
+            assert self.inbox.put(Host(number))
+
+    def take(self) -> list[int]:
+        """All that come until it is over."""
+        got: list[int] = []
+        while not self.outbox.is_over():
+            self.outbox.wait_ready(10)
+            item = self.outbox.take_nowait()
+            if item is not EMPTY:
+                got.append(item.batch)
+        return got
+
+    def has_ended(self) -> bool:
+        for thread in self.threads:
+            thread.join(10)
+        return not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.fixture(params=[False, True], ids=["one thread", "two threads"])
+def apart(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def test_nothing_comes_of_nothing(apart: bool) -> None:
+    stage = Stage(apart=apart).start()
+    stage.inbox.end()
+    assert stage.take() == []
+    assert stage.outbox.failure is None
+    assert stage.has_ended()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_all_batches_come_in_order(apart: bool, in_flight: int, depth: int) -> None:
+    stage = Stage(apart=apart, in_flight=in_flight, depth=depth, slots=20)
+    stage.send(*range(5))
+    stage.start()
+    stage.send(*range(5, 20))
+    stage.inbox.end()
+    assert stage.take() == list(range(20))
+    assert stage.outbox.failure is None
+    assert stage.has_ended()
+    assert stage.placer.most_flying <= in_flight
+    assert stage.inbox.stats().held == 0
+    assert stage.inbox.cancelled
+    assert stage.meters.transfer_seconds == 40.0
+
+
+def test_the_next_transfer_is_under_way_while_one_is_waited_for(apart: bool) -> None:
+    stage = Stage(apart=apart)
+    stage.placer.before_land = lambda number: wait_until(lambda: "dispatch 1" in stage.placer.log) if number == 0 else None
+    stage.send(0, 1)
+    stage.start()
+    stage.inbox.end()
+    assert stage.take() == [0, 1]
+    assert stage.placer.log.index("dispatch 1") < stage.placer.log.index("land 0")
+
+
+def test_a_lone_batch_is_not_kept_for_company(apart: bool) -> None:
+    stage = Stage(apart=apart, in_flight=4).start()
+    stage.send(0)
+    assert stage.outbox.wait_ready(10)
+    stage.inbox.end()
+    assert stage.take() == [0]
+
+
+def test_the_pace_may_change(apart: bool) -> None:
+    stage = Stage(apart=apart, in_flight=4)
+    stage.pace.in_flight = 1
+    stage.send(*range(6))
+    stage.start()
+    stage.inbox.end()
+    assert stage.take() == list(range(6))
+    assert stage.placer.most_flying == 1
+
+
+def test_a_consumer_that_is_away_bounds_what_is_placed(apart: bool) -> None:
+    stage = Stage(apart=apart, in_flight=2, depth=2)
+    stage.send(*range(9))
+    stage.start()
+    wait_until(lambda: stage.outbox.stats().senders_waiting == 1)
+    if apart:
+        wait_until(lambda: len(stage.placer.log) == 3 + 2 + 3)  # two more are on their way
+    else:
+        wait_until(lambda: "land 2" in stage.placer.log)
+    dispatched = [line for line in stage.placer.log if line.startswith("dispatch")]
+    assert len(dispatched) <= 2 + 1 + 2
+    assert stage.inbox.stats().held >= 9 - 3
+    stage.inbox.end()
+    assert stage.take() == list(range(9))
+
+
+# --- faults
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("where", ["dispatch", "land", "before"])
+def test_good_batches_come_before_a_fault(apart: bool, where: str, at: int) -> None:
+    stage, error = Stage(apart=apart), ValueError("boom")
+    if where == "before":
+        stage.send(*range(at))
+        ticket = stage.inbox.reserve()
+        assert ticket is not None
+        ticket.fail(error)
+    else:
+        (stage.placer.dispatch_fails if where == "dispatch" else stage.placer.land_fails)[at] = error
+        stage.send(*range(8))
+    stage.start()
+    assert stage.take() == list(range(at))
+    assert stage.outbox.failure is error
+    assert stage.has_ended()
+    assert stage.inbox.reserve() is None
+    if where != "before":
+        assert error.__notes__ == [f"prefetchshard: while placing batch {at} (epoch 0, rows {8 * at} to {8 * at + 7} of the epoch)"]
+
+
+def test_of_two_faults_the_earlier_batch_counts(apart: bool) -> None:
+    stage, early, late = Stage(apart=apart, in_flight=3), ValueError("early"), ValueError("late")
+    stage.placer.land_fails[1] = early
+    stage.placer.dispatch_fails[2] = late
+    stage.send(0, 1, 2, 3)
+    stage.start()
+    assert stage.take() == [0]
+    assert stage.outbox.failure is early
+    assert stage.has_ended()
+
+
+def test_a_fault_waits_for_the_consumer_as_the_batches_before_it_do(apart: bool) -> None:
+    stage, error = Stage(apart=apart, depth=1), ValueError("boom")
+    stage.placer.dispatch_fails[3] = error
+    stage.send(0, 1, 2, 3)
+    stage.start()
+    wait_until(lambda: stage.outbox.stats().senders_waiting == 1)
+    assert stage.outbox.failure is None
+    assert stage.take() == [0, 1, 2]
+    assert stage.outbox.failure is error
+
+
+@pytest.mark.parametrize("error", [StopIteration(), GeneratorExit(), StopAsyncIteration()])
+@pytest.mark.parametrize("where", ["dispatch", "land"])
+def test_what_reads_as_control_flow_comes_as_a_source_error(apart: bool, where: str, error: BaseException) -> None:
+    stage = Stage(apart=apart)
+    (stage.placer.dispatch_fails if where == "dispatch" else stage.placer.land_fails)[1] = error
+    stage.send(0, 1)
+    stage.start()
+    assert stage.take() == [0]
+    failure = stage.outbox.failure
+    assert isinstance(failure, SourceError)
+    assert failure.__cause__ is error
+    assert len(failure.__notes__) == 1
+
+
+# --- stopping
+
+
+def cancel(stage: Stage) -> None:
+    stage.outbox.cancel()
+    stage.inbox.cancel()
+
+
+def test_it_stops_while_it_waits_for_a_batch(apart: bool) -> None:
+    stage = Stage(apart=apart).start()
+    wait_until(lambda: stage.inbox.stats().receivers_waiting == 1)
+    cancel(stage)
+    assert stage.has_ended()
+
+
+def test_it_stops_while_it_waits_for_room(apart: bool) -> None:
+    stage = Stage(apart=apart)
+    stage.send(*range(9))
+    stage.start()
+    wait_until(lambda: stage.outbox.stats().senders_waiting == 1)
+    cancel(stage)
+    assert stage.has_ended()
+    assert stage.placer.log.count("land 5") == 0
+
+
+def test_it_stops_after_the_transfer_that_it_waits_for(apart: bool) -> None:
+    stage, landing, go = Stage(apart=apart), threading.Event(), threading.Event()
+
+    def wait(number: int) -> None:
+        landing.set()
+        go.wait()
+
+    stage.placer.before_land = wait
+    stage.send(*range(4))
+    stage.start()
+    landing.wait(10)
+    cancel(stage)
+    go.set()
+    assert stage.has_ended()
+    assert [line for line in stage.placer.log if line.startswith("land")] == ["land 0"]

@@ -36,6 +36,7 @@ class PerDevice(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         _at_least("PerDevice(rows)", self.rows, 1)
+        _plain_integers(self)
 
 
 class Pad(msgspec.Struct, frozen=True):
@@ -100,6 +101,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _functions(collate=self.collate, transform=self.transform, device_transform=self.device_transform)
         if self.collate is not None and self.batch_size is None:
             raise ConfigError("collate makes a batch from examples, so it needs batch_size=...; for whole batches use `transform`")
+        _plain_integers(self)
 
     @property
     def pad(self) -> Pad | None:
@@ -119,6 +121,14 @@ def _at_least(name: str, value: object, least: int, more: str = "", *, optional:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         raise ConfigError(f"{name}={value!r}: an integer, at least {least}{more}")
+
+
+def _plain_integers(struct: msgspec.Struct) -> None:
+    """NumPy's integers as Python's: they overflow, and no state can hold them."""
+    for name in struct.__struct_fields__:
+        value: object = getattr(struct, name)
+        if isinstance(value, np.integer):
+            msgspec.structs.force_setattr(struct, name, int(value))
 
 
 def _booleans(**values: object) -> None:

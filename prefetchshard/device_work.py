@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from prefetchshard.errors import SourceError
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.sources.iterables import takes_parameter
 
@@ -89,9 +90,11 @@ class DeviceTransform:
     def _jit(self, tree: Any, leaves: list[Any], step: Any) -> Callable[..., Any]:
         def run(step: Any, *leaves: Any) -> Any:
             batch = _jax.tree.unflatten(tree, leaves)
-            if not self.wants_key:
-                return self._function(batch)
-            return self._function(batch, key=_jax.random.fold_in(_key(self._seed), step))
+            keys = {"key": _jax.random.fold_in(_key(self._seed), step)} if self.wants_key else {}
+            result = self._function(batch, **keys)
+            if result is None:
+                raise SourceError("device_transform returned None; it must return the batch")
+            return result
 
         # Traced here, and not a second time when it is called. Its leaves alone: containers may refuse what stands in for arrays.
         outputs = [(out.shape, out.dtype) for out in _jax.jit(run).trace(step, *leaves).jaxpr.out_avals]

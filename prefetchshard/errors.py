@@ -9,7 +9,7 @@ PrefetchError
 ├── LeafTypeError       (TypeError)      a leaf that no device can hold; names leaf, dtype and the way out
 ├── NarrowingError      (OverflowError)  a 64-bit value that does not survive while x64 is off
 ├── UsedUpError         (RuntimeError)   a one-shot source was read before, or a loader was carried into a fork
-└── StateError          (ValueError)     a state that is damaged, foreign or does not fit this loader
+└── StateError          (ValueError)     a state that is damaged, foreign or does not fit this loader or its source
 
 PrefetchWarning         (RuntimeWarning) something to know that does not stop the run
 └── StuckThreadWarning                   a thread sat in the source's own code when its run was closed
@@ -66,7 +66,7 @@ class UsedUpError(PrefetchError, RuntimeError):
 
 
 class StateError(PrefetchError, ValueError):
-    """A state that is damaged, foreign, newer than this library, or does not fit this loader."""
+    """A state that is damaged, foreign, newer than this library, or does not fit this loader or its source."""
 
 
 class PrefetchWarning(RuntimeWarning):

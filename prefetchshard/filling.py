@@ -476,7 +476,7 @@ class Wholes:
         """Make the batch from the examples that were collected for it, and write it."""
         assert assembly.examples is not None and hooks.collate is not None
         began = self._filler.clock()
-        batch = hooks.collate(assembly.examples[0] if gathered else assembly.examples)
+        batch = hooks.collated(assembly.examples[0] if gathered else assembly.examples)
         assembly.examples = None
         self._meters.add(transform=self._filler.clock() - began)
         self.write(assembly, batch, pads=pads, examples=assembly.rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from prefetchshard.errors import SourceError
 from prefetchshard.order import seed_sequence
 from prefetchshard.sources.iterables import takes_parameter
 
@@ -30,5 +31,17 @@ class Hooks:
         """The item after `transform`; its generator depends on seed, epoch and row alone, so any worker on any machine draws the same."""
         assert self.transform is not None
         if not self._wants_rng:
-            return self.transform(item)
-        return self.transform(item, rng=np.random.Generator(np.random.PCG64(seed_sequence(self._seed, epoch, row))))
+            return _returned(self.transform(item), "transform")
+        rng = np.random.Generator(np.random.PCG64(seed_sequence(self._seed, epoch, row)))
+        return _returned(self.transform(item, rng=rng), "transform")
+
+    def collated(self, examples: Any) -> Any:
+        """The batch that `collate` makes."""
+        assert self.collate is not None
+        return _returned(self.collate(examples), "collate")
+
+
+def _returned(value: Any, by: str) -> Any:
+    if value is None:
+        raise SourceError(f"{by} returned None; it must return its result, also where it changes what it was given in place")
+    return value

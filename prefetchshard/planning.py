@@ -186,6 +186,10 @@ class Plan:
             check_mask_key(self.pad, batch)  # pyright: ignore[reportUnknownArgumentType]
             batch[self.pad.mask_key] = mask
             return batch  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(batch, Mapping):  # one that cannot be changed
+            check_mask_key(self.pad, batch)  # pyright: ignore[reportUnknownArgumentType]
+            rebuild: Any = type(batch)  # pyright: ignore[reportUnknownVariableType]
+            return rebuild({**batch, self.pad.mask_key: mask})
         return batch, mask
 
     def spec(self) -> tuple[LeafSpec, ...]:

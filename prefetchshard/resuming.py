@@ -14,6 +14,7 @@ from prefetchshard.reading import Cursor
 from prefetchshard.sources import Source
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.iterables import Stream
 from prefetchshard.sources.stateful import find_pair, refuse_snapshot
 from prefetchshard.state import Fingerprint, LoaderState
 
@@ -87,7 +88,7 @@ def fingerprint_of(settings: Settings, source: Source, batch_size: int | None) -
     if isinstance(source, (Arrays, Dataset)):
         kind, length = "random access", source.length  # the same rows as arrays or as a list have the same order
     else:
-        kind, length = "iterator", None if source.one_shot else source.length
+        kind, length = "iterator", None if source.one_shot else _length_of(source)
     return Fingerprint(
         seed=_seed_as_kept(settings.seed),
         shuffle=settings.shuffle,
@@ -96,6 +97,13 @@ def fingerprint_of(settings: Settings, source: Source, batch_size: int | None) -
         remainder="pad" if isinstance(settings.remainder, Pad) else settings.remainder,
         kind=kind,
     )
+
+
+def _length_of(source: Stream) -> int | None:
+    try:
+        return source.length
+    except Exception:  # noqa: BLE001 - the source's own code, asked for what is good to have; `len(loader)` lets it be heard
+        return None
 
 
 def _seed_as_kept(seed: int) -> int:

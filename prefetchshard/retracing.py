@@ -87,7 +87,7 @@ class Trail:
             if ended and not cancelled:
                 raise self._too_short(done)
             if cancelled or now - counted_at > COUNT_SECONDS or done + 1 == goal:
-                self._task.meters.add(source=now - counted_at, replayed=done + 1 - counted)
+                self._task.meters.add(replayed=done + 1 - counted)  # no source seconds: those are of the batches that come
                 counted, counted_at = done + 1, now
             if cancelled:
                 return False

@@ -127,7 +127,7 @@ class Placer:
             paths = [*paths, "(step)"]
         began = self._clock()
         arrays = put(leaves, shardings, paths=paths)
-        step = arrays.pop() if wants_key else None
+        step = arrays.pop() if wants_key else step_value(host.position.step)
         return Flight(host, arrays, step, began)
 
     def land(self, flight: Flight) -> PlacedBatch:

@@ -74,7 +74,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         if not self.batches:
-            return "no batch was handed out yet"
+            again = f"; {self.replayed} items were read again to get to where the state was saved" if self.replayed else ""
+            return f"no batch was handed out yet{again}"
         per_step = 1000 / self.batches
         head = (
             f"{self.batches} batches, {self.rows} rows: the step waited {100 * self.stall_share:.1f} % of the time for input "

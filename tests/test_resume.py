@@ -480,6 +480,16 @@ class Sized(Again):
         return len(self.items)
 
 
+def test_a_length_that_fails_is_no_length(S: NamedSharding) -> None:
+    class Shy(Again):
+        def __len__(self) -> int:
+            raise RuntimeError("not connected")
+
+    loader = ps.Loader(Shy([example(row) for row in range(16)]), S, batch_size=8)
+    assert loader.state().fingerprint.length is None
+    assert len(take(iter(loader))) == 2
+
+
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_the_length_over_an_iterable_with_another_batch_size(remainder: Any, S: NamedSharding) -> None:
     source = Sized([example(row) for row in range(100)])

@@ -153,6 +153,9 @@ def test_a_run_that_goes_on_can_be_closed_while_it_skips(S: NamedSharding) -> No
     assert next(iterator, None) is None
     assert iterator.state() == far
     assert iterator.stats().replayed >= 24
+    assert str(iterator.stats()) == (
+        f"no batch was handed out yet; {iterator.stats().replayed} items were read again to get to where the state was saved"
+    )
 
 
 def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,8 +181,7 @@ def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "going on where the state was saved: 100 examples are read again and dropped"
     assert lines[1:] == [f"going on where the state was saved: {done} of 100 examples read again" for done in range(11, 101, 11)]
-    assert sum(sums.get("replayed", 0) for sums in counted) == 100
-    assert sum(sums.get("source", 0.0) for sums in counted) == 50.0
+    assert sum(sums["replayed"] for sums in counted) == 100
     assert trail.skip(1, lambda: END)  # another epoch: nothing to skip
     task.out.cancelled = True
     assert not trail.skip(0, lambda: END)  # the source was told to end: it is not too short

@@ -15,7 +15,7 @@ import anyio.lowlevel
 from prefetchshard.errors import ConfigError, SourceError
 from prefetchshard.jax_context import JaxContext
 from prefetchshard.parking import Parking
-from prefetchshard.sources.iterables import END, EndType, Items
+from prefetchshard.sources.iterables import END, EndType, Items, length_of
 from prefetchshard.sources.stateful import refuse_snapshot
 
 LOOP_THREAD = "prefetchshard-loop"
@@ -306,12 +306,15 @@ class AsyncStream:
     """Something with `__aiter__`; one-shot where it has `__anext__`."""
 
     kind = "async iterator"
-    length = None
 
     def __init__(self, iterable: Any, home: HomeLoop | None = None) -> None:
         self.one_shot = hasattr(iterable, "__anext__")
         self.home = home
         self._iterable = iterable
+
+    @property
+    def length(self) -> int | None:
+        return length_of(self._iterable)
 
     def open(self, epoch: int, loop: OwnLoop, snapshot: bytes | None = None) -> Items:
         del epoch

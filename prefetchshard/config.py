@@ -126,8 +126,8 @@ def _at_least(name: str, value: object, least: int, more: str = "", *, optional:
 def _plain_integers(struct: msgspec.Struct) -> None:
     """NumPy's integers as Python's: they overflow, and no state can hold them."""
     for name in struct.__struct_fields__:
-        value: object = getattr(struct, name)
-        if isinstance(value, np.integer):
+        value: Any = getattr(struct, name)
+        if issubclass(type(value), np.integer):
             msgspec.structs.force_setattr(struct, name, int(value))
 
 

@@ -180,17 +180,7 @@ class Plan:
             else:
                 leaves[index] = value
         batch = self.structure.unflatten(leaves)
-        if self.pad is None:
-            return batch
-        if isinstance(batch, MutableMapping):
-            check_mask_key(self.pad, batch)  # pyright: ignore[reportUnknownArgumentType]
-            batch[self.pad.mask_key] = mask
-            return batch  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(batch, Mapping):  # one that cannot be changed
-            check_mask_key(self.pad, batch)  # pyright: ignore[reportUnknownArgumentType]
-            rebuild: Any = type(batch)  # pyright: ignore[reportUnknownVariableType]
-            return rebuild({**batch, self.pad.mask_key: mask})
-        return batch, mask
+        return batch if self.pad is None else _with_mask(batch, mask, self.pad)
 
     def spec(self) -> tuple[LeafSpec, ...]:
         """What a batch looks like on the devices."""
@@ -416,6 +406,17 @@ class Planner:
             raise PlacementError(f"microbatches={k}: the leaves of the batch have no rows in common to be cut")
         if rows % k:
             raise PlacementError(f"microbatches={k}: {rows} rows cannot be cut into {k} equal pieces; use a multiple of {k} rows")
+
+
+def _with_mask(batch: Any, mask: Any, pad: Pad) -> Any:
+    kind: Any = type(batch)
+    if not issubclass(kind, Mapping):
+        return batch, mask
+    check_mask_key(pad, batch)
+    if not issubclass(kind, MutableMapping):
+        return kind({**batch, pad.mask_key: mask})
+    batch[pad.mask_key] = mask
+    return batch
 
 
 def check_mask_key(pad: Pad, batch: Mapping[Any, Any]) -> None:

@@ -41,7 +41,7 @@ from prefetchshard.stages import Pace, Placer
 from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters
 from prefetchshard.stream_reader import StreamReader
-from prefetchshard.structures import path_text
+from prefetchshard.structures import in_brackets, leaf_paths, path_text
 
 _jax: Any = jax
 
@@ -235,8 +235,9 @@ class Blueprint:
         drop = settings.remainder == "drop" and self.batch_size is not None
         order = EpochOrder(self._source.length, self.batch_size or 1, drop=drop, shuffle=settings.shuffle, seed=settings.seed)
         if settings.remainder == "error" and self.batch_size and order.length % self.batch_size:
+            leaves = in_brackets(leaf_paths(self._source.tree)) if isinstance(self._source, Arrays) else ""
             raise ConfigError(
-                f"the source has {order.length} rows, no multiple of batch_size={self.batch_size}, and remainder='error': the last batch "
+                f"the source{leaves} has {order.length} rows, no multiple of batch_size={self.batch_size}, and remainder='error': the last batch "
                 f"would have {order.length % self.batch_size}; drop it (remainder='drop') or fill it up under a mask (remainder='pad')"
             )
         return order

@@ -22,7 +22,7 @@ from prefetchshard.planning import MASK, Kind, Leaf, Plan, Planner
 from prefetchshard.sources.arrays import Rows, gather
 from prefetchshard.staging import Staging
 from prefetchshard.statistics import Meters
-from prefetchshard.structures import Structure
+from prefetchshard.structures import Structure, in_brackets
 from prefetchshard.transfer import is_jax_array
 
 LEAST_SHARED_BYTES = 1 << 20
@@ -488,8 +488,9 @@ class Wholes:
             BatchError: under remainder="error".
         """
         if remainder == "error":
+            leaves = in_brackets([leaf.path for leaf in self._first.leaves if leaf.has_rows]) if self._first is not None else ""
             raise BatchError(
-                f"the last batch is {missing} rows shorter than the first one, and remainder='error'; drop it (remainder='drop') "
+                f"the last batch is {missing} rows shorter than the first one{leaves}, and remainder='error'; drop it (remainder='drop') "
                 f"or fill it up under a mask (remainder='pad')"
             )
         assert self._first is not None and self._first.rows is not None

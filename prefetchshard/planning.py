@@ -409,14 +409,17 @@ class Planner:
 
 
 def _with_mask(batch: Any, mask: Any, pad: Pad) -> Any:
-    kind: Any = type(batch)
-    if not issubclass(kind, Mapping):
+    if not _is(batch, Mapping):
         return batch, mask
     check_mask_key(pad, batch)
-    if not issubclass(kind, MutableMapping):
-        return kind({**batch, pad.mask_key: mask})
+    if not _is(batch, MutableMapping):
+        return type(batch)({**batch, pad.mask_key: mask})
     batch[pad.mask_key] = mask
     return batch
+
+
+def _is(batch: Any, kind: type) -> bool:
+    return isinstance(batch, kind)
 
 
 def check_mask_key(pad: Pad, batch: Mapping[Any, Any]) -> None:

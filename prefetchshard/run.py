@@ -307,8 +307,8 @@ def _close_all() -> None:
 
 # Registered after JAX's own clean-up, so run before it: the transfer threads have left JAX when it goes down.
 atexit.register(_close_all)
-# The threads of these runs are in the parent.
-os.register_at_fork(after_in_child=_live.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_live.clear)  # their threads are in the parent
 
 
 def new_queue(capacity: int, clock: Clock, *, held_until_release: bool = False) -> BoundedQueue[Any]:

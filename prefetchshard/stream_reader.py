@@ -18,6 +18,7 @@ from prefetchshard.reading import Line, Task, cpu_count
 from prefetchshard.retracing import Trail
 from prefetchshard.sources.asynchronous import AsyncStream, OwnLoop
 from prefetchshard.sources.iterables import END, EndType, Items, Stream
+from prefetchshard.structures import in_brackets
 
 _Job = Callable[[], None]
 
@@ -336,8 +337,9 @@ class StreamReader:
             self._complete(assembly, count)
             return True
         if count and task.remainder == "error":
+            leaves = "" if assembly.plan is None else in_brackets(assembly.plan.structure.paths)
             error = BatchError(
-                f"the epoch has {assembly.position.first_row + count} rows: the last batch has {count} of batch_size={task.batch_size}, and "
+                f"the epoch has {assembly.position.first_row + count} rows: the last batch{leaves} has {count} of batch_size={task.batch_size}, and "
                 f"remainder='error'; drop it (remainder='drop') or fill it up under a mask (remainder='pad')"
             )
             self._fail(assembly, error, "batching", None)

@@ -76,6 +76,12 @@ def leaf_paths(node: Any, above: tuple[Any, ...] = ()) -> list[str]:
     return [path_text((*above, *keys)) for keys, _ in _tree.tree_flatten_with_path(node)[0]]
 
 
+def in_brackets(paths: Sequence[str]) -> str:
+    """The leaves of a batch for the text of an error: ` (image, label)`; empty for a batch that is one leaf."""
+    named = [path for path in paths if path]
+    return f" ({', '.join(named[:8])}{', ...' if len(named) > 8 else ''})" if named else ""
+
+
 def path_text(keys: Sequence[Any]) -> str:
     """Keys of a JAX tree as one reads them: `meta.name`, `[0].x`."""
     return "".join(_key_text(key, first=i == 0) for i, key in enumerate(keys))

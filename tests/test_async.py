@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 import prefetchshard as ps
 from consumers import BACKENDS
 from prefetchshard.bounded_queue import QueueStats
-from support import loader_threads
+from support import loader_threads, run_python
 
 PATIENCE_SECONDS = 30
 
@@ -608,3 +608,31 @@ def test_hooks_may_run_a_loop_of_their_own(S: NamedSharding, run: Any) -> None:
         assert [int(batch[0]) for batch in got] == [1, 9]
 
     run(main)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_program_whose_wait_was_cancelled_ends(backend: str) -> None:
+    """What is cancelled leaves nothing behind that would hold the process, although the source never gives another batch."""
+    done = run_python(
+        f"""
+        import threading
+        import anyio, numpy as np, prefetchshard as ps
+
+        def source():
+            yield np.ones(8)
+            threading.Event().wait()
+
+        async def main():
+            iterator = aiter(ps.Loader(source()))
+            await anext(iterator)
+            for _ in range(3):
+                with anyio.move_on_after(0.02) as scope:
+                    await anext(iterator)
+                assert scope.cancelled_caught
+            print("cancelled", flush=True)
+
+        anyio.run(main, backend={backend!r})
+        """,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cancelled\n", "")

@@ -223,6 +223,15 @@ def test_nothing_but_host_leaves(consume: Consume) -> None:
     assert [batch["name"].tolist() for batch in batches(consume(loader))] == [list("abcd"), list("efgh")]
 
 
+def test_a_key_where_nothing_goes_to_a_device() -> None:
+    loader = ps.Loader(
+        {"name": np.array(list("abcdefgh"))}, ps.HOST, batch_size=4, device_transform=lambda batch, key: {**batch, **just_key(batch, key)}
+    )
+    got = batches(sync(loader))
+    assert [batch["name"].tolist() for batch in got] == [list("abcd"), list("efgh")]
+    assert len({tuple(np.asarray(batch["key"]).tolist()) for batch in got}) == 2
+
+
 def test_the_mask_is_there(S: NamedSharding) -> None:
     def mean(batch: Any) -> Any:
         return {"sum": (batch["x"][:, 0] * batch["mask"]).astype(jnp.float32).sum(), "rows": batch["mask"].sum()}

@@ -362,6 +362,18 @@ def test_the_length_over_batches_of_the_sources_own(S: NamedSharding) -> None:
             assert len(loader) == 3 * epochs == len(list(loader)) == len(loader)
 
 
+def test_the_length_of_an_async_source_that_has_one(S: NamedSharding) -> None:
+    class Sized:
+        def __len__(self) -> int:
+            return 3
+
+        def __aiter__(self) -> AsyncIterator[np.ndarray]:
+            return three_async()
+
+    loader = ps.Loader(Sized(), S, epochs=2)
+    assert len(loader) == 6 == len(list(loader))
+
+
 def test_the_length_of_a_list_of_batches_whose_last_is_short(S: NamedSharding) -> None:
     short = [np.zeros(16), np.zeros(16), np.zeros(8)]
     for options in ({}, {"epochs": 3}, {"remainder": "pad"}, {"shuffle": True, "epochs": 7}, {"shuffle": True, "seed": 4, "epochs": 7}):

@@ -361,6 +361,12 @@ def test_control_flow_in_hooks_is_no_end(error: type[BaseException], S: NamedSha
         assert type(caught.value.__cause__) is error
 
 
+def test_a_hook_that_forgot_to_return_says_so(S: NamedSharding, consume: Consume) -> None:
+    for name in ("transform", "collate", "device_transform"):
+        with pytest.raises(ps.SourceError, match=f"{name} returned None"):
+            consume(ps.Loader(Dataset(X), S, batch_size=8, **{name: lambda item: None}))
+
+
 def test_placement_of_a_hooks_result_is_checked() -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
     with pytest.raises(ps.PlacementError, match=r"leaf x: shape \(5,\)"):

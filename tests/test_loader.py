@@ -399,6 +399,23 @@ def test_without_a_sharding(consume: Consume) -> None:
     assert batches(one)[0].devices() == {jax.devices()[0]}
 
 
+def test_numbers_may_be_numpys(S: NamedSharding) -> None:
+    def draw(row: Any, rng: np.random.Generator) -> Any:
+        return {"row": row, "u": np.float32(rng.random())}
+
+    def read(number: Any) -> Any:
+        loader = ps.Loader(
+            np.arange(32, dtype=np.int32), S, batch_size=number(16), microbatches=number(2), epochs=number(2), seed=number(3),
+            workers=number(2), depth=number(2), shuffle=True, transform=draw, device_transform=lambda batch, key: (batch, jax.random.key_data(key)),
+        )  # fmt: skip
+        seen = sync(loader)
+        assert len(seen) == 4
+        assert {type(value) for _, p in seen for value in (p.epoch, p.step, p.rows, p.batches, p.first_row)} == {int}
+        return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), batches(seen))
+
+    assert read(int) == read(np.int16) == read(np.uint64)
+
+
 def test_two_threads_share_a_loader(S: NamedSharding) -> None:
     """`iter` and `next` from several threads: each batch goes to one of them."""
     iterator = iter(ps.Loader([full(i) for i in range(60)], S))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
@@ -226,6 +227,15 @@ def test_an_epoch_that_is_short_as_a_whole(S: NamedSharding) -> None:
     assert loader.stats().dropped_rows == 3
 
 
+def test_errors_about_the_remainder_name_the_leaves(S: NamedSharding) -> None:
+    images = {"img": np.zeros((19, 2)), "lab": x(19)}
+    rows = [{"img": i, "lab": j} for i, j in zip(*images.values(), strict=True)]
+    cut = [{name: leaf[i : i + 8] for name, leaf in images.items()} for i in (0, 8, 16)]
+    for source, options in ((images, {"batch_size": 8}), (iter(rows), {"batch_size": 8}), (cut, {}), (iter(cut), {})):
+        with pytest.raises(ValueError, match=r"\(img, lab\).*remainder='error'"):
+            sync(ps.Loader(source, S, remainder="error", **options))
+
+
 # -- the mask
 
 
@@ -317,6 +327,36 @@ def test_mappings_stay_what_they_are(S: NamedSharding) -> None:
     assert list(source) == ["b", "a"]
     for batch, _ in sync(ps.Loader([collections.defaultdict(int, x=x(8))], S, remainder="pad")):
         assert type(batch) is collections.defaultdict
+
+
+class Frozen(collections.abc.Mapping[str, Any]):
+    """A mapping that cannot be changed, made from another one."""
+
+    def __init__(self, entries: Any) -> None:
+        self.entries = dict(entries)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+jax.tree_util.register_pytree_node(
+    Frozen, lambda f: (tuple(f.entries.values()), tuple(f.entries)), lambda k, v: Frozen(zip(k, v, strict=True))
+)
+
+
+def test_a_mapping_that_cannot_be_changed_is_made_anew(S: NamedSharding) -> None:
+    for source, options in ((Frozen({"x": x(10)}), {"batch_size": 8}), ([Frozen({"x": x(8)}), Frozen({"x": x(2)})], {})):
+        (_, last) = (b for b, _ in sync(ps.Loader(source, S, remainder="pad", **options)))
+        assert type(last) is Frozen
+        assert np.asarray(last["mask"]).sum() == 2
+        with pytest.raises(ps.ConfigError, match="'x'"):
+            sync(ps.Loader(source, S, remainder=ps.Pad(mask_key="x"), **options))
 
 
 def test_the_mask_of_batches_that_stay_on_the_host() -> None:

@@ -118,7 +118,9 @@ def main() -> None:
         ("source 5 ms, step 5 ms, iterator", 0.005, 0.005, 1, lambda: iter(ps.prefetch(generator(0.005, 3 * n), sharding))),
     ]
     has_grain = importlib.util.find_spec("grain") is not None
-    print(f"{os.cpu_count()} cores, {len(jax.devices())} {jax.devices()[0].platform} devices, jax {jax.__version__}, Python {sys.version.split()[0]}")
+    print(
+        f"{os.cpu_count()} cores, {len(jax.devices())} {jax.devices()[0].platform} devices, jax {jax.__version__}, Python {sys.version.split()[0]}"
+    )
     print(f"{'':42s} prefetchshard   {'grain' if has_grain else '(grain is not installed)'}")
     for name, source, step, workers, ours in cases:
         ideal = max(source / workers, step)

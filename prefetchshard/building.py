@@ -257,7 +257,14 @@ class Blueprint:
 
     def _number_planner(self, rows: DeviceRows, x64: bool, on_plan: Callable[[Plan], object]) -> Planner:
         return RowNumberPlanner(
-            rows.rules, rows=self.batch_size, pad=None, microbatches=None, narrow="check", x64=x64, agreement=self._agreement, on_plan=on_plan
+            rows.rules,
+            rows=self.batch_size,
+            pad=None,
+            microbatches=None,
+            narrow="check",
+            x64=x64,
+            agreement=self._agreement,
+            on_plan=on_plan,
         )
 
     # -- a run

@@ -198,9 +198,7 @@ class RowReader:
         count = stop - start
         position, before = self._position(start, stop)
         self._size = self._choose_size(count)
-        assembly = Assembly(
-            ticket, position, before, parts=-(-count // self._size), rows=0 if self._task.batch_size is None else count
-        )
+        assembly = Assembly(ticket, position, before, parts=-(-count // self._size), rows=0 if self._task.batch_size is None else count)
         assembly.is_last = self._order.span(stop) is None
         if self._task.hooks.collate is not None and not self._by_arrays:
             assembly.examples = [None] * count

@@ -133,9 +133,7 @@ class Run:
             finally:
                 self._thread_ended(threading.current_thread())
 
-        thread = _Thread(name, lambda: variables.run(run))
-        self._left.add(thread)
-        return thread
+        return _Thread(name, lambda: variables.run(run))
 
     def start(self) -> None:
         """Begin to read.
@@ -146,12 +144,14 @@ class Run:
         hold_daemons()
         if _exiting:
             raise UsedUpError("the interpreter goes down: no run of a loader can start any more")
-        _live.add(self)
         threads = (*self._source_threads, *self.transfer_threads)
+        self._left.update(threads)
+        _live.add(self)
         try:
             for thread in threads:
                 thread.start()
         except BaseException:  # there can be no more threads, or Ctrl-C
+            self.closed = True
             self.cancel()
             for thread in threads:
                 if thread.ident is None:

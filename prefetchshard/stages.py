@@ -236,7 +236,10 @@ def transfer_bodies(
     if not pace.waits_apart:
         return [("transfer", lambda: transfer(inbox, placer, outbox, meters, pace))]
     flights: FlightQueue = BoundedQueue(pace.in_flight, held_until_release=True)
-    return [("dispatch", lambda: dispatch(inbox, placer, flights, pace)), ("transfer", lambda: land(flights, placer, inbox, outbox, meters))]
+    return [
+        ("dispatch", lambda: dispatch(inbox, placer, flights, pace)),
+        ("transfer", lambda: land(flights, placer, inbox, outbox, meters)),
+    ]
 
 
 def dispatch(inbox: HostQueue, placer: Placer, flights: FlightQueue, pace: Pace) -> None:

@@ -41,7 +41,7 @@ class Items:
     def __next__(self) -> np.ndarray:
         i = self.asked
         self.asked += 1
-        if i == self.count:
+        if i >= self.count:
             raise StopIteration
         self.act(i)
         return batch(i)
@@ -128,7 +128,7 @@ class AsyncItems:
         return self
 
     async def __anext__(self) -> np.ndarray:
-        if self.items.asked == self.items.count:
+        if self.items.asked >= self.items.count:
             raise StopAsyncIteration
         return next(self.items)
 

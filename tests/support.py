@@ -84,7 +84,7 @@ class Interrupts:
 
 
 def at_every_step(prepare: Callable[[], object], function: Callable[[], T], disturb: Callable[[], object]) -> Iterator[T]:
-    """Calls `function` again and again, disturbing it before its first instruction, then before its second, and so on.
+    """Calls `function` again and again, disturbing it before its first instruction in the package, then before its second, and so on.
 
     What `disturb` does stands for what another thread does there; `function` may hold no lock that it needs.
     """
@@ -93,7 +93,7 @@ def at_every_step(prepare: Callable[[], object], function: Callable[[], T], dist
 
 
 def interrupted_everywhere(prepare: Callable[[], object], function: Callable[[], object]) -> Iterator[None]:
-    """Calls `function` again and again, with Ctrl-C at the first place where the interpreter looks for signals, at the second, and so on."""
+    """Calls `function` again and again, with Ctrl-C at the first place in the package where the interpreter looks for signals, and so on."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -116,6 +116,8 @@ def _disturbed(
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal places, last, was_disturbed
+            if not frame.f_code.co_filename.startswith(str(PACKAGE)):
+                return None
             frame.f_trace_opcodes = True
             if event == "opcode":
                 now = dis.opname[frame.f_code.co_code[frame.f_lasti]]

@@ -481,7 +481,7 @@ def test_an_interrupted_take_loses_nothing(held: bool) -> None:
         assert queue.take_nowait() == "b"
         assert queue.stats().taken == 2
         assert queue.stats().held == held
-    assert places >= 3
+    assert places >= 2
 
 
 def test_ctrl_c_again_and_again_under_load() -> None:

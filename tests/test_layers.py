@@ -34,7 +34,10 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 CORE_DEPENDENCIES = {"jax", "numpy", "anyio", "msgspec"}
-USES_EXTRAS = {"checkpoint", "demo"}  # may import what an extra brings as soon as it is imported itself; nothing imports it before it is used
+USES_EXTRAS = {
+    "checkpoint",
+    "demo",
+}  # may import what an extra brings as soon as it is imported itself; nothing imports it before it is used
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

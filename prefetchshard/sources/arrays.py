@@ -85,9 +85,7 @@ def find_arrays(source: Any) -> Arrays | None:
     if isinstance(source, list) or not _is_container(source):
         return None
     try:
-        paths_and_leaves, _ = _jax.tree_util.tree_flatten_with_path(
-            source, is_leaf=partial(_is_list_below, source)
-        )
+        paths_and_leaves, _ = _jax.tree_util.tree_flatten_with_path(source, is_leaf=partial(_is_list_below, source))
     except ValueError as error:
         raise ConfigError(f"JAX cannot take the source apart: {error} Give each mapping in it keys of one type") from error
     paths = [path_text(path) for path, _ in paths_and_leaves]

@@ -182,7 +182,7 @@ BASE = np.arange(24, dtype=np.float64).reshape(4, 6)
     [BASE[::2, ::-3], BASE.T, BASE.astype(">f4"), np.array(5, "i1"), np.empty((0, 3), "<U4"), np.float16(-0.0), np.zeros((2, 0), "c8")]
     + [ml_dtypes.bfloat16(1.5), np.ones(3, ml_dtypes.float8_e4m3fn), np.ones((), ml_dtypes.int4), np.datetime64("2024-02-29", "s")]
     + [
-        np.datetime64("NaT"),
+        np.datetime64("NaT", "s"),
         np.timedelta64(3, "D"),
         np.void(b"\0ab"),
         np.array(["é", ""]),

@@ -350,11 +350,12 @@ class Loader:
         self._last = iterator.progress
         if self._blueprint.one_shot:
             self._only = iterator
-        iterator.run.start()  # last: what Ctrl-C leaves of it is known to the loader
+        iterator.run.start()  # last: what Ctrl-C leaves of it is known here
         return iterator
 
     def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:
         if iterator.is_live:
+            iterator.run.start()
             return iterator
         raise UsedUpError(
             "the source is a one-shot iterator, exhausted by an earlier run of this loader (or closed): pass something that can be "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ _PLAIN = (str, bytes, int, float, bool)
 
 def sample_of(plan: Plan, memory: Memory | None, passed: dict[int, Any]) -> bytes:
     """Sixteen bytes that depend on the shapes of a finished batch, and on bytes from all over its leaves on the host."""
+    if memory is not None and len(plan.staged) == len(plan.leaves) <= _LEAVES:
+        return _of_staged(memory.views[: len(plan.leaves)])
     views = iter(memory.views if memory is not None else ())
     staged = {index: next(views) for index in plan.staged}
     values = [staged[index] if index in staged else passed.get(index) for index in range(len(plan.leaves))]
@@ -27,6 +30,16 @@ def sample_of(plan: Plan, memory: Memory | None, passed: dict[int, Any]) -> byte
     some = values[:: -(-len(values) // _LEAVES) or 1]
     parts += [_some_bytes(value, SAMPLED_BYTES // len(some)) for value in some]
     return hashlib.blake2b(b"\n".join(parts), digest_size=16).digest()
+
+
+def _of_staged(views: Sequence[np.ndarray[Any, Any]]) -> bytes:
+    """As below, where all leaves are contiguous and of numbers: this is on the path of every batch of an iterator."""
+    digest = hashlib.blake2b(repr([view.shape for view in views]).encode(), digest_size=16)
+    budget = SAMPLED_BYTES // len(views)
+    for view in views:
+        flat = view.reshape(-1).view(np.uint8)
+        digest.update(flat if flat.size <= budget else flat[:: (flat.size // budget) | 1].tobytes())
+    return digest.digest()
 
 
 def _some_bytes(value: Any, budget: int) -> bytes:

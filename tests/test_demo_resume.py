@@ -154,15 +154,18 @@ def saved_steps(folder: Path) -> int:
     return 0
 
 
-def test_a_small_loop_killed_a_few_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "every", "kills", "lines"), [(3, 2, 4, 12), pytest.param(12, 1, 50, 4, marks=pytest.mark.slow)], ids=["few", "fifty"]
+)
+def test_a_small_loop_killed_again_and_again(epochs: int, every: int, kills: int, lines: int, tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()
     killed.mkdir()
-    steps, end, kills = lives(SMALL, alone, epochs=3, every=100, kills=0, seed=0)
-    assert (len(steps), kills) == (39, 0)
-    for epoch in range(3):
+    steps, end, none = lives(SMALL, alone, epochs=epochs, every=100, kills=0, seed=0)
+    assert (len(steps), none) == (13 * epochs, 0)
+    for epoch in range(epochs):
         assert sorted(row for step in steps[13 * epoch : 13 * epoch + 13] for row in step["learns"]) == list(range(200))
-    assert lives(SMALL, killed, epochs=3, every=2, kills=4, seed=1) == (steps, end, 4)
+    assert lives(SMALL, killed, epochs=epochs, every=every, kills=kills, seed=1, lines=lines) == (steps, end, kills)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +177,7 @@ def demo_left_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "every", "kills"), [("sync", 1, 50), ("async", 1, 8), ("sync", 4, 8)])
+@pytest.mark.parametrize(("way", "every", "kills"), [("sync", 1, 5), ("async", 1, 3), ("sync", 4, 3)])
 def test_the_demo_killed_again_and_again(way: str, every: int, kills: int, demo_left_alone: Any, tmp_path: Path) -> None:
     done = lives(DEMO, tmp_path, epochs=5, every=every, kills=kills, seed=kills, lines=4 * every, way=way)
     assert done == (*demo_left_alone, kills)

@@ -211,8 +211,12 @@ class _Pump:
             self._wanted.set()
 
     def stop(self) -> None:
+        if self._stopped:
+            return
         self._stopped = True
-        if self._scope is not None:
+        if self._task is not None:
+            self._task.cancel()  # once, as asyncio does it: what the source awaits in its clean-up is left alone, which a scope would cancel
+        elif self._scope is not None:
             self._scope.cancel()
 
     # -- in the source's thread

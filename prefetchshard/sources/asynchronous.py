@@ -151,10 +151,14 @@ class _Pump:
                 if not self._stopped:
                     await self._serve()
         except BaseException as error:  # in a loop that is not ours it may not end more than this task
+            is_cancelled = _is_cancelled(error)
+            if is_cancelled and self._stopped and self._task is not None:
+                return  # by `stop`
             self._reply(None, error)
-            if _is_cancelled(error):
+            if is_cancelled:
                 raise
         finally:
+            self._task = None
             self._over = True
             self._answered.wake()
 

@@ -47,6 +47,7 @@ class LoaderIterator:
         self._clock = self._run.clock
         # An iterator that nobody holds any more tells its threads so; they hold the run, never the iterator.
         weakref.finalize(self, self._run.abandon).atexit = False
+        self._run.start()
 
     # -- sync
 
@@ -260,7 +261,7 @@ class Loader:
         transform: on the host, in the workers, on one example (on a batch where batch_size is None); a parameter named `rng` gets a
             `numpy.random.Generator` made from `(seed, epoch, row)`. It and `collate` get arrays and lists of their own, and may change them.
         device_transform: jitted, on the devices, on the batch after its transfer; a parameter named `key` gets a PRNG key of the step.
-        microbatches: k: leaves with rows become `(k, rows / k, *example)`, axis 0 not sharded; with batch_size those on the host too.
+        microbatches: k: leaves become `(k, rows / k, *example)`, axis 0 not sharded.
         workers: reader threads; "auto" chooses by the CPUs.
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same
             thread). False: it never does, so that pulling and copying may overlap, and what stays on the host is the source's own.
@@ -350,12 +351,10 @@ class Loader:
         self._last = iterator.progress
         if self._blueprint.one_shot:
             self._only = iterator
-        iterator.run.start()  # last: what Ctrl-C leaves of it is known here
         return iterator
 
     def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:
         if iterator.is_live:
-            iterator.run.start()
             return iterator
         raise UsedUpError(
             "the source is a one-shot iterator, exhausted by an earlier run of this loader (or closed): pass something that can be "
@@ -430,9 +429,6 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of the next run.
-
-        Where the source makes the batches it is the number of these. A last one that turns out short, and is dropped, is counted too,
-        except in a list, which can be looked at.
 
         Raises:
             TypeError: it is not known (no length, or epochs=None).

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 T = TypeVar("T")
+EMPTY = object()
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "prefetchshard"
 THREAD_PREFIX = "prefetchshard"
@@ -148,6 +149,36 @@ def _disturbed(
 def loader_threads() -> list[threading.Thread]:
     """The threads of the library that live now."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+
+
+class Thread(threading.Thread):
+    """Runs a function and keeps what it returned or raised."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.function = function
+        self.result: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.function()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.result = error
+
+    def returned(self) -> Any:
+        self.join(20)
+        assert not self.is_alive(), stacks([self])
+        return self.result
+
+
+def no_threads() -> bool:
+    return not [thread for thread in loader_threads() if thread.ident]  # Ctrl-C may leave one that never began (CPython 3.11)
+
+
+def ended(iterator: Iterator[Any]) -> bool:
+    """Whether `next` ends at once, again and again."""
+    return all(next(iterator, EMPTY) is EMPTY for _ in range(3))
 
 
 def threads_left(before: set[threading.Thread]) -> list[threading.Thread]:

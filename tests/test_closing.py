@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import SOURCES, Dataset, Examples, Gate, Items, Iterable, batch, factory, first, generator, nothing
-from support import Interrupts, interrupted_everywhere, loader_threads, stacks, wait_until
+from support import Thread, ended, loader_threads, no_threads, wait_until
 
 BOUND_SECONDS = 4.0
 """What closing may take here; the library gives up after 1.5, and the machine may be busy."""
@@ -38,31 +38,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 every_source = pytest.mark.parametrize("kind", SOURCES)
 
 
-class Thread(threading.Thread):
-    """Runs a function and keeps what it returned or raised."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self.function = function
-        self.result: Any = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self.function()
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.result = error
-
-    def returned(self) -> Any:
-        self.join(20)
-        assert not self.is_alive(), stacks([self])
-        return self.result
-
-
-def no_threads() -> bool:
-    return loader_threads() == []
-
-
 def full(iterator: ps.LoaderIterator) -> bool:
     """Whether it has read as far ahead as it may."""
     stats = iterator.stats()
@@ -73,14 +48,6 @@ def closed_in_time(close: Callable[[], object]) -> None:
     began = time.monotonic()
     close()
     assert time.monotonic() - began < BOUND_SECONDS
-
-
-def ended(iterator: Any) -> bool:
-    """Whether `next` ends at once, again and again."""
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(iterator)
-    return True
 
 
 # --- nothing stays
@@ -914,224 +881,6 @@ def test_an_async_source_that_will_not_be_cancelled(S: NamedSharding) -> None:
         closed_in_time(iterator.close)
     loops[0].call_soon_threadsafe(release[0].set)
     wait_until(no_threads)
-
-
-# --- after the end
-
-
-@every_source
-def test_next_after_the_end(kind: str, S: NamedSharding) -> None:
-    iterator = iter(ps.prefetch(SOURCES[kind](3), S))
-    assert [first(b) for b in iterator] == [0, 1, 2]
-    assert ended(iterator)
-    assert [first(b) for b in iterator] == []
-    iterator.close()
-    assert ended(iterator)
-
-
-def test_an_empty_source_ends_at_once(S: NamedSharding) -> None:
-    for source in ([], iter([]), lambda: iter([]), Iterable(0), generator(0)):
-        iterator = iter(ps.prefetch(source, S))
-        assert list(iterator) == []
-        assert ended(iterator)
-
-
-@every_source
-@pytest.mark.parametrize("consumers", [2, 5])
-def test_threads_that_share_an_iterator_split_it(kind: str, consumers: int, S: NamedSharding) -> None:
-    count = 60
-    iterator = iter(ps.prefetch(SOURCES[kind](count), S))
-    start = threading.Barrier(consumers)
-
-    def consume() -> list[int]:
-        start.wait()
-        return [first(b) for b in iterator]
-
-    threads = [Thread(consume) for _ in range(consumers)]
-    parts = [thread.returned() for thread in threads]
-    assert all(part == sorted(part) for part in parts)
-    assert sorted(sum(parts, [])) == list(range(count))
-    assert ended(iterator)
-    assert no_threads()
-
-
-def test_threads_that_share_an_iterator_all_hear_of_its_fault(S: NamedSharding) -> None:
-    for repeat in range(20):
-        error = ValueError(repeat)
-
-        def act(i: int, error: ValueError = error) -> None:
-            if i == 9:
-                raise error
-
-        iterator = iter(ps.prefetch(generator(20, act), S))
-        taken: list[int] = []
-
-        def consume(iterator: Any = iterator, taken: list[int] = taken) -> None:
-            for b in iterator:
-                taken.append(first(b))  # noqa: PERF401 - what came before the error is wanted
-
-        threads = [Thread(consume) for _ in range(4)]
-        assert [thread.returned() for thread in threads] == [error] * 4
-        assert sorted(taken) == list(range(9))
-
-
-# --- runs of a loader
-
-
-def test_a_one_shot_source_has_one_run(S: NamedSharding) -> None:
-    for source in (generator(6), Items(6)):
-        loader = ps.prefetch(source, S)
-        run = iter(loader)
-        assert iter(loader) is run
-        assert aiter(loader) is run
-        assert first(next(run)) == 0
-        assert [first(b) for b in itertools.islice(loader, 2)] == [1, 2]
-        assert [first(b) for b in loader] == [3, 4, 5]
-        for use in (iter, aiter):
-            with pytest.raises(ps.UsedUpError, match="one-shot"):
-                use(loader)
-
-
-def test_a_one_shot_source_after_close(S: NamedSharding) -> None:
-    loader = ps.prefetch(generator(6), S)
-    with loader:
-        next(iter(loader))
-    with pytest.raises(ps.UsedUpError, match=r"one-shot.*closed"):
-        iter(loader)
-
-    async def main() -> None:
-        async for _ in loader:
-            pass
-
-    with pytest.raises(ps.UsedUpError, match="one-shot"):
-        asyncio.run(main())
-
-
-def test_two_threads_that_begin_a_one_shot_source_share_its_run(S: NamedSharding) -> None:
-    for _ in range(10):
-        loader = ps.prefetch(generator(6), S)
-        start = threading.Barrier(4)
-
-        def begin(loader: ps.Loader = loader, start: threading.Barrier = start) -> Any:
-            start.wait()
-            return iter(loader)
-
-        threads = [Thread(begin) for _ in range(4)]
-        assert len({id(thread.returned()) for thread in threads}) == 1
-        assert [first(b) for b in loader] == list(range(6))
-
-
-@pytest.mark.parametrize("kind", ["dataset", "iterable", "factory", "async iterable"])
-def test_runs_of_one_loader_are_independent(kind: str, S: NamedSharding) -> None:
-    loader = ps.prefetch(SOURCES[kind](6), S)
-    assert [(first(a), first(b)) for a, b in zip(loader, loader, strict=True)] == [(i, i) for i in range(6)]
-    one, two = iter(loader), iter(loader)
-    assert [first(next(one)), first(next(two)), first(next(one))] == [0, 0, 1]
-    one.close()
-    assert ended(one)
-    assert [first(b) for b in two] == [1, 2, 3, 4, 5]
-
-
-def test_runs_may_begin_and_close_in_many_threads(S: NamedSharding) -> None:
-    loader = ps.prefetch(Iterable(50), S)
-
-    def work() -> None:
-        for i in range(12):
-            iterator = iter(loader)
-            next(iterator)
-            if i % 3 == 0:
-                iterator.close()
-            loader.live_runs()
-            repr(loader)
-            if i % 5 == 0:
-                loader.close()
-
-    for thread in [Thread(work) for _ in range(4)]:
-        result = thread.returned()
-        assert result is None or isinstance(result, StopIteration), result  # another one closed its run
-    loader.close()
-    assert no_threads()
-
-
-def test_a_run_that_was_broken_off_starts_over_and_one_that_ended_moves_on(S: NamedSharding) -> None:
-    loader = ps.Loader(np.arange(32), S, batch_size=8, shuffle=True, seed=3)
-    orders: list[list[int]] = []
-    epochs: list[int] = []
-    for count in (2, 1, 4, 4):
-        run = iter(loader)
-        orders.append([int(row) for b in itertools.islice(run, count) for row in np.asarray(b)])
-        position = run.position
-        assert position is not None
-        epochs.append(position.epoch)
-        if count == 4:
-            assert ended(run)
-        run.close()
-    assert epochs == [0, 0, 0, 1]
-    assert orders[0] == orders[2][:16]
-    assert orders[1] == orders[2][:8]
-    assert sorted(orders[2]) == sorted(orders[3]) == list(range(32))
-    assert orders[2] != orders[3]
-
-
-# --- Ctrl-C in this thread
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_an_interrupted_next_loses_no_batch(workers: int, S: NamedSharding) -> None:
-    """Wherever Ctrl-C strikes inside `next`: the batch is the next one again, and is not counted before it is handed out."""
-    loader = ps.prefetch(Iterable(6), S, workers=workers)
-    runs: list[ps.LoaderIterator] = []
-
-    def prepare() -> None:
-        for run in runs:
-            run.close()
-        runs[:] = [iter(loader)]
-        wait_until(lambda: runs[0].stats().ready.ready >= 1)
-
-    places = 0
-    for _ in interrupted_everywhere(prepare, lambda: runs[0].__next__()):  # `next` itself looks for signals when it returns
-        places += 1
-        assert runs[0].position is None
-        assert runs[0].stats().batches == 0
-        assert [first(b) for b in runs[0]] == list(range(6))
-        assert runs[0].stats().batches == 6
-    assert places > 10
-
-
-def test_ctrl_c_again_and_again_loses_no_batch(S: NamedSharding) -> None:
-    count = 1500
-    iterator = iter(ps.prefetch(generator(count), S))
-    got: list[Any] = []
-    with Interrupts(0.002) as interrupts:
-        done = False
-        while not done:
-            try:
-                interrupts.armed = True
-                for value in iterator:
-                    got.append(value)  # noqa: PERF402 - what came before Ctrl-C is wanted
-                done = True
-            except KeyboardInterrupt:
-                pass
-    assert [first(value) for value in got] == list(range(count))
-    assert interrupts.count > 10
-    position = iterator.position
-    assert position is not None
-    assert position.step == count - 1
-
-
-def test_ctrl_c_while_it_closes(S: NamedSharding) -> None:
-    """The next close finishes what the first began."""
-    gate = Gate(1)
-    iterator = iter(ps.prefetch(generator(ENDLESS, gate), S))
-    gate.inside.wait(10)
-    with Interrupts(0.05) as interrupts:
-        interrupts.armed = True
-        with pytest.raises(KeyboardInterrupt):
-            iterator.close()
-    assert ended(iterator)
-    gate.open()
-    iterator.close()
-    assert no_threads()
 
 
 # --- too few threads

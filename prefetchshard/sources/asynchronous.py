@@ -151,14 +151,10 @@ class _Pump:
                 if not self._stopped:
                     await self._serve()
         except BaseException as error:  # in a loop that is not ours it may not end more than this task
-            is_cancelled = _is_cancelled(error)
-            if is_cancelled and self._stopped and self._task is not None:
-                return  # by `stop`
             self._reply(None, error)
-            if is_cancelled:
+            if _is_cancelled(error):
                 raise
         finally:
-            self._task = None
             self._over = True
             self._answered.wake()
 
@@ -215,12 +211,8 @@ class _Pump:
             self._wanted.set()
 
     def stop(self) -> None:
-        if self._stopped:
-            return
         self._stopped = True
-        if self._task is not None:
-            self._task.cancel()  # once, as asyncio does it: what the source awaits in its clean-up is left alone, which a scope would cancel
-        elif self._scope is not None:
+        if self._scope is not None:
             self._scope.cancel()
 
     # -- in the source's thread

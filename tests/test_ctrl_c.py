@@ -1,0 +1,143 @@
+"""Ctrl-C in the consumer's thread: wherever it strikes, no batch is lost, nothing hangs, and what was begun can be ended (C14)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from jax.sharding import NamedSharding
+
+import prefetchshard as ps
+from fakes import Gate, Items, Iterable, first, generator
+from support import Interrupts, ended, interrupted_everywhere, no_threads, wait_until
+
+ENDLESS = 10**9
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_interrupted_next_loses_no_batch(workers: int, S: NamedSharding) -> None:
+    """Wherever Ctrl-C strikes inside `next`: the batch is the next one again, and is not counted before it is handed out."""
+    loader = ps.prefetch(Iterable(6), S, workers=workers)
+    runs: list[ps.LoaderIterator] = []
+
+    def prepare() -> None:
+        for run in runs:
+            run.close()
+        runs[:] = [iter(loader)]
+        wait_until(lambda: runs[0].stats().ready.ready >= 1)
+
+    places = 0
+    for _ in interrupted_everywhere(prepare, lambda: runs[0].__next__()):  # `next` itself looks for signals when it returns
+        places += 1
+        assert runs[0].position is None
+        assert runs[0].stats().batches == 0
+        assert [first(b) for b in runs[0]] == list(range(6))
+        assert runs[0].stats().batches == 6
+    assert places > 10
+
+
+def test_ctrl_c_again_and_again_loses_no_batch(S: NamedSharding) -> None:
+    count = 1500
+    iterator = iter(ps.prefetch(generator(count), S))
+    got: list[Any] = []
+    with Interrupts(0.002) as interrupts:
+        done = False
+        while not done:
+            try:
+                interrupts.armed = True
+                for value in iterator:
+                    got.append(value)  # noqa: PERF402 - what came before Ctrl-C is wanted
+                done = True
+            except KeyboardInterrupt:
+                pass
+    assert [first(value) for value in got] == list(range(count))
+    assert interrupts.count > 10
+    position = iterator.position
+    assert position is not None
+    assert position.step == count - 1
+
+
+def unless(error: type[BaseException], function: Callable[[], object]) -> None:
+    """Calls it; the error is as it should be."""
+    try:
+        function()
+    except error:
+        pass
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_an_interrupted_iter_leaves_no_run_behind(one_shot: bool, S: NamedSharding) -> None:
+    """The next `iter` reads everything, or, over a one-shot source, says that it cannot: nothing is lost quietly, and nothing waits."""
+    loader: ps.Loader | None = None
+
+    def prepare() -> None:
+        nonlocal loader
+        loader = ps.prefetch(Items(3) if one_shot else Iterable(3), S, transform=lambda x: x, workers=1)
+
+    refused = places = 0
+    for _ in interrupted_everywhere(prepare, lambda: iter(loader)):  # pyright: ignore[reportArgumentType]
+        places += 1
+        gc.collect(0)
+        assert loader is not None
+        try:
+            assert [first(b) for b in loader] == [0, 1, 2]
+        except ps.UsedUpError:
+            refused += 1
+        wait_until(no_threads)
+    assert places > 100
+    assert (refused > 0) == one_shot
+    assert refused < places / 2
+
+
+def test_an_interrupted_close_can_be_finished(S: NamedSharding) -> None:
+    run: Any = None
+
+    def prepare() -> None:
+        nonlocal run
+        run = iter(ps.prefetch(Iterable(30), S, transform=lambda x: x, workers=1))
+        next(run)
+
+    for _ in interrupted_everywhere(prepare, lambda: run.close()):
+        run.close()
+        assert no_threads()
+        assert ended(run)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupted_end_is_an_end_still(fails: bool, S: NamedSharding) -> None:
+    """Of the data, or by a fault."""
+    run: Any = None
+
+    def act(i: int) -> None:
+        if i == 1:
+            raise ZeroDivisionError
+
+    def prepare() -> None:
+        nonlocal run
+        run = iter(ps.prefetch(Iterable(2, act) if fails else Iterable(1), S, workers=1))
+        next(run)
+        wait_until(lambda: run.run.has_ended)
+
+    end = ZeroDivisionError if fails else StopIteration
+    for _ in interrupted_everywhere(prepare, lambda: unless(end, lambda: run.__next__())):
+        for _ in range(2):
+            with pytest.raises(end):
+                next(run)
+        assert no_threads()
+
+
+def test_ctrl_c_while_it_closes(S: NamedSharding) -> None:
+    """The next close finishes what the first began."""
+    gate = Gate(1)
+    iterator = iter(ps.prefetch(generator(ENDLESS, gate), S))
+    gate.inside.wait(10)
+    with Interrupts(0.05) as interrupts:
+        interrupts.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            iterator.close()
+    assert ended(iterator)
+    gate.open()
+    iterator.close()
+    assert no_threads()

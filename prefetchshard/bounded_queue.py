@@ -118,7 +118,7 @@ class BoundedQueue(Generic[T]):
             if self._has_room():
                 ticket = Ticket(self)  # outside the lock: an allocation may run finalisers
                 with self._lock:
-                    if self._has_room():
+                    if self._has_room() and not self._refusing:
                         self._line.append(ticket)
                         return ticket
             began = self._clock()
@@ -138,7 +138,7 @@ class BoundedQueue(Generic[T]):
 
     def end(self, failure: BaseException | None = None) -> None:
         """Nothing more comes after what is reserved already; then the failure, if there is one. Never blocks."""
-        if failure is not None and self._failure is None:
+        if self._failure is None and not self._cancelled:
             self._failure = failure
         self._ended = True
         self.refuse()
@@ -215,11 +215,16 @@ class BoundedQueue(Generic[T]):
 
     def break_off(self, failure: BaseException) -> None:
         """The receiver cannot go on: the failure comes next, and what was sent comes no more."""
-        ticket: Ticket[T] = Ticket(self)
-        ticket.failure = failure
-        ticket.settled = True
-        self._line = deque([ticket])
+        with self._lock:
+            self._refusing = True
+            self._line = deque()
+            self._failure = failure
+            self._ended = True
         self.refuse()
+
+    def forget_failure(self) -> None:
+        """Whoever took the failure keeps it; its traceback, once it was raised there, leads to the receiver."""
+        self._failure = None
 
     def release(self) -> None:
         """What an item taken earlier held is free again."""
@@ -236,7 +241,10 @@ class BoundedQueue(Generic[T]):
 
     def clear(self) -> None:
         """Drop what a cancelled queue still holds. Takes no lock."""
-        self._line = deque()
+        line, self._line = self._line, deque()
+        self._failure = None
+        for ticket in list(line):
+            ticket.failure = None  # its traceback leads to the ticket
 
     # -- looking
 

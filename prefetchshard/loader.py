@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from prefetchshard import aio
 from prefetchshard.agreement import OneProcess
@@ -47,7 +47,6 @@ class LoaderIterator:
         self._clock = self._run.clock
         # An iterator that nobody holds any more tells its threads so; they hold the run, never the iterator.
         weakref.finalize(self, self._run.abandon).atexit = False
-        self._run.start()
 
     # -- sync
 
@@ -59,12 +58,18 @@ class LoaderIterator:
         self._run.check_process()
         while (batch := self._take(began)) is EMPTY:
             if self._outbox.is_over():
-                self._stop(began)
-                self._close_at_end()
-                self._raise_end(StopIteration)
+                break
             self._blueprint.check_thread()
             self._outbox.wait_ready()
-        return batch
+        else:
+            return batch
+        self._stop(began)
+        self._close_at_end()
+        end = self._failure_or(StopIteration())
+        try:
+            raise end
+        finally:
+            del self, end  # the traceback holds this frame
 
     def _take(self, began: float) -> Any | EmptyType:
         """The next batch, or EMPTY."""
@@ -124,10 +129,12 @@ class LoaderIterator:
     def _has_failed(self) -> bool:
         """Keep the failure that ended the run, where one did, as it came: each time that it is raised its traceback grows."""
         failure = self._outbox.failure
-        if failure is not None and self._failure is None:
-            self._traceback = failure.__traceback__
-            self._failure = failure
-        return failure is not None
+        if failure is not None:
+            if self._failure is None:
+                self._traceback = failure.__traceback__
+                self._failure = failure
+            self._outbox.forget_failure()
+        return self._failure is not None
 
     def _close_at_end(self) -> None:
         if self._run.closed:  # by somebody else, who waits for the threads
@@ -139,10 +146,8 @@ class LoaderIterator:
             if self._failure is None:
                 raise
 
-    def _raise_end(self, end: type[StopIteration | StopAsyncIteration]) -> NoReturn:
-        if self._failure is not None:
-            raise self._failure.with_traceback(self._traceback)
-        raise end
+    def _failure_or(self, end: BaseException) -> BaseException:
+        return end if self._failure is None else self._failure.with_traceback(self._traceback)
 
     # -- async
 
@@ -155,14 +160,20 @@ class LoaderIterator:
         await aio.checkpoint()
         while (batch := self._take(began)) is EMPTY:
             if self._outbox.is_over():
-                self._stop(began)
-                if self._run.closed:
-                    hold_daemons()
-                else:
-                    await aio.in_thread(self._close_at_end)
-                self._raise_end(StopAsyncIteration)
+                break
             await aio.wait_ready(self._outbox)
-        return batch
+        else:
+            return batch
+        self._stop(began)
+        if self._run.closed:
+            hold_daemons()
+        else:
+            await aio.in_thread(self._close_at_end)
+        end = self._failure_or(StopAsyncIteration())
+        try:
+            raise end
+        finally:
+            del self, end  # the traceback holds this frame
 
     # -- both
 
@@ -219,9 +230,12 @@ class LoaderIterator:
             item = self._outbox.peek_nowait()
             if item is not EMPTY and (item.finish is None or self._finish(item)):
                 return self._blueprint.learn_spec(item, x64=self._run.context.x64)
-        if self._has_failed():
-            self._raise_end(StopIteration)
-        raise BatchError("the source has no batch, so it cannot be told what one looks like")
+        self._has_failed()
+        end = self._failure_or(BatchError("the source has no batch, so it cannot be told what one looks like"))
+        try:
+            raise end
+        finally:
+            del self, end  # the traceback holds this frame
 
     def is_under_these_settings(self) -> bool:
         """Whether the JAX settings in force in this thread are those of the run."""
@@ -261,7 +275,7 @@ class Loader:
         transform: on the host, in the workers, on one example (on a batch where batch_size is None); a parameter named `rng` gets a
             `numpy.random.Generator` made from `(seed, epoch, row)`. It and `collate` get arrays and lists of their own, and may change them.
         device_transform: jitted, on the devices, on the batch after its transfer; a parameter named `key` gets a PRNG key of the step.
-        microbatches: k: leaves become `(k, rows / k, *example)`, axis 0 not sharded.
+        microbatches: k: leaves with rows become `(k, rows / k, *example)`, axis 0 not sharded; with batch_size those on the host too.
         workers: reader threads; "auto" chooses by the CPUs.
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same
             thread). False: it never does, so that pulling and copying may overlap, and what stays on the host is the source's own.
@@ -351,10 +365,12 @@ class Loader:
         self._last = iterator.progress
         if self._blueprint.one_shot:
             self._only = iterator
+        iterator.run.start()  # last: what Ctrl-C leaves of it is known here
         return iterator
 
     def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:
         if iterator.is_live:
+            iterator.run.start()
             return iterator
         raise UsedUpError(
             "the source is a one-shot iterator, exhausted by an earlier run of this loader (or closed): pass something that can be "
@@ -406,7 +422,14 @@ class Loader:
         """
         leaves = self._blueprint.known_spec()
         if leaves is None:
-            leaves = self._run_to_look_at().learn_spec()
+            run = self._run_to_look_at()
+            try:
+                leaves = run.learn_spec()
+            except BaseException:
+                self._asked = None  # nothing to take over
+                raise
+            finally:
+                del run
         return BatchSpec(leaves, self._blueprint.ahead)
 
     def _run_to_look_at(self) -> LoaderIterator:
@@ -429,6 +452,9 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of the next run.
+
+        Where the source makes the batches it is the number of these. A last one that turns out short, and is dropped, is counted too,
+        except in a list, which can be looked at.
 
         Raises:
             TypeError: it is not known (no length, or epochs=None).

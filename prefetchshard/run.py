@@ -116,6 +116,7 @@ class Run:
         self._closers: list[threading.Thread] = []
         self._left: set[threading.Thread] = set()
         self._left_lock = threading.Lock()  # guards _left
+        self._has_begun = False
         self._source_threads = [self._thread(name, body, context) for name, body in reader.bodies]
         moving = transfer_bodies(inbox, placer, outbox, meters, pace)
         self.transfer_threads = [self._thread(name, body, context) for name, body in moving]
@@ -133,12 +134,10 @@ class Run:
             finally:
                 self._thread_ended(threading.current_thread())
 
-        thread = _Thread(name, lambda: variables.run(run))
-        self._left.add(thread)
-        return thread
+        return _Thread(name, lambda: variables.run(run))
 
     def start(self) -> None:
-        """Begin to read.
+        """Begin to read, unless it has begun.
 
         Raises:
             UsedUpError: the interpreter goes down.
@@ -146,12 +145,17 @@ class Run:
         hold_daemons()
         if _exiting:
             raise UsedUpError("the interpreter goes down: no run of a loader can start any more")
-        _live.add(self)
+        if self._has_begun:
+            return
         threads = (*self._source_threads, *self.transfer_threads)
         try:
+            self._has_begun = True
+            self._left.update(threads)
+            _live.add(self)
             for thread in threads:
                 thread.start()
         except BaseException:  # there can be no more threads, or Ctrl-C
+            self.closed = True
             self.cancel()
             for thread in threads:
                 if thread.ident is None:

@@ -304,6 +304,7 @@ def land(flights: FlightQueue, placer: Placer, inbox: HostQueue, outbox: ReadyQu
     inbox.cancel()
     outbox.end(failure)
     flights.clear()
+    inbox.clear()  # a failure is where it will be taken, and nowhere else
     del failure  # as above
 
 
@@ -340,6 +341,7 @@ def transfer(inbox: HostQueue, placer: Placer, outbox: ReadyQueue, meters: Meter
         failure = error
     inbox.cancel()
     outbox.end(failure)
+    inbox.clear()  # a failure is where it will be taken, and nowhere else
     del failure  # its traceback holds this frame
 
 

@@ -158,6 +158,52 @@ def test_the_finally_runs_where_the_source_waits(S: NamedSharding) -> None:
     assert ended.is_set()
 
 
+@pytest.mark.parametrize("where", ["own loop", "this loop"])
+def test_what_the_finally_awaits_is_not_cancelled_again(where: str, S: NamedSharding) -> None:
+    """As with a task that asyncio cancels: a connection can be closed in peace."""
+    ended: list[str] = []
+
+    async def source() -> AsyncIterator[np.ndarray]:
+        try:
+            yield full(0)
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await asyncio.sleep(0.001)
+            ended.append("ended")
+
+    async def main() -> None:
+        loader = ps.Loader(ps.from_this_loop(source()) if where == "this loop" else source(), S)
+        iterator = aiter(loader)
+        await anext(iterator)
+        await iterator.aclose()
+        assert ended == ["ended"]
+
+    asyncio.run(main())
+    assert loader_threads() == []
+
+
+def test_a_finally_that_never_ends_is_cancelled_in_the_end(S: NamedSharding) -> None:
+    waits, ended = threading.Event(), threading.Event()
+
+    async def source() -> AsyncIterator[np.ndarray]:
+        try:
+            yield full(0)
+            waits.set()
+            await asyncio.sleep(3600)
+        finally:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.set()
+
+    with ps.Loader(source(), S) as loader:
+        next(iter(loader))
+        assert waits.wait(PATIENCE_SECONDS)
+    assert ended.wait(PATIENCE_SECONDS)
+
+
 def test_a_source_with_a_task_group_and_a_scope_of_its_own(S: NamedSharding, consume: Consume) -> None:
     """They belong to the task that entered them, so every item is pulled in the same one."""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
+import gc
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +24,7 @@ from jax.sharding import NamedSharding
 import prefetchshard as ps
 from fakes import SOURCES, STREAMS, Dataset, Examples, Items, batch, factory, first, generator
 from prefetchshard.faults import note, presentable
-from support import loader_threads
+from support import loader_threads, wait_until
 
 
 class KeywordsOnly(Exception):
@@ -450,6 +453,63 @@ def test_a_fault_does_not_wait_for_room(depth: int, S: NamedSharding) -> None:
     iterator = iter(ps.prefetch(generator(9, Bomb(depth + 2, error)), S, depth=depth))
     got, caught = consume(iterator)
     assert (got, caught) == (list(range(depth + 2)), error)
+
+
+class Model:
+    """Something large in the training function, which the traceback of an error leads to."""
+
+
+def for_loop(loader: ps.Loader) -> None:
+    for _ in loader:
+        pass
+
+
+def next_loop(loader: ps.Loader) -> None:
+    iterator = iter(loader)
+    while True:
+        next(iterator)
+
+
+def async_loop(loader: ps.Loader) -> None:
+    async def main() -> None:
+        async for _ in loader:
+            pass
+
+    asyncio.run(main())
+
+
+FAILING: dict[str, Callable[[Callable[[int], Any], NamedSharding], ps.Loader]] = {
+    **{kind: lambda act, S, make=make: ps.prefetch(make(6, act), S) for kind, make in SOURCES.items()},
+    "examples": lambda act, S: ps.Loader(Examples(64, lambda i: act(i // 8)), S, batch_size=8),
+    "transform": lambda act, S: ps.prefetch(factory(6), S, transform=lambda value: (act(first(value)), value)[1]),
+    "collate": lambda act, S: ps.Loader(Examples(64), S, batch_size=8, collate=lambda rows: (act(int(rows[0]) // 8), np.stack(rows))[1]),
+    "device_transform": lambda act, S: ps.prefetch(
+        [np.ones(8 * i + 8) for i in range(4)], S, device_transform=lambda value: (act(value.shape[0] // 8 - 1), value)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+@pytest.mark.parametrize("use", [for_loop, next_loop, ps.Loader.spec, async_loop])
+def test_what_an_error_led_to_is_let_go(use: Callable[[ps.Loader], object], kind: str, S: NamedSharding) -> None:
+    """Once the error and the iterator are dropped: nothing of the library holds the consumer's frames."""
+    dead: list[weakref.ref[Any]] = []
+
+    def act(i: int) -> None:
+        if i == (0 if use is ps.Loader.spec else 2):
+            raise ZeroDivisionError
+
+    def train(loader: ps.Loader) -> None:
+        model = Model()
+        dead.append(weakref.ref(model))
+        use(loader)
+
+    kept = [FAILING[kind](act, S)]
+    with contextlib.suppress(ZeroDivisionError):
+        train(kept[0])
+    if kind in ("iterator", "generator", "async generator", "async iterator"):
+        kept.clear()  # a one-shot source keeps its only run
+    wait_until(lambda: gc.collect() >= 0 and [ref() for ref in dead] == [None])
 
 
 def test_an_error_object_that_is_raised_again_keeps_one_note(S: NamedSharding) -> None:

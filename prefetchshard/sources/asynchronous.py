@@ -138,7 +138,9 @@ class _Pump:
         self._answer: tuple[Any, BaseException | None] | None = None
         self._answered = Parking()
         self._over = False
+        self._is_closing = False
         self._task: Any = None
+        self._timer: Any = None
 
     def keep(self, task: Any) -> None:
         self._task = task  # asyncio holds its tasks weakly
@@ -151,10 +153,16 @@ class _Pump:
                 if not self._stopped:
                     await self._serve()
         except BaseException as error:  # in a loop that is not ours it may not end more than this task
+            is_cancelled = _is_cancelled(error)
+            if is_cancelled and self._stopped and self._task is not None:
+                return  # by `stop`
             self._reply(None, error)
-            if _is_cancelled(error):
+            if is_cancelled:
                 raise
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._task = None
             self._over = True
             self._answered.wake()
 
@@ -187,6 +195,7 @@ class _Pump:
         iterator, self._iterator = self._iterator, None
         close: Any = getattr(iterator, "aclose", None)
         if close is not None and not isinstance(sys.exception(), GeneratorExit):
+            self._is_closing = True
             with anyio.move_on_after(CLOSE_SECONDS, shield=True):
                 await close()
 
@@ -211,9 +220,19 @@ class _Pump:
             self._wanted.set()
 
     def stop(self) -> None:
+        """End the task. In the loop."""
+        if self._stopped:
+            return
         self._stopped = True
-        if self._scope is not None:
-            self._scope.cancel()
+        scope = self._scope
+        if scope is None or self._is_closing:  # `run` looks whether it is to begin at all; a clean-up has its own bound
+            return
+        if self._task is None:
+            scope.cancel()
+            return
+        # Once, as asyncio does it: a scope would cancel everything that the source awaits in its clean-up, too.
+        self._task.cancel()
+        self._timer = sys.modules["asyncio"].get_running_loop().call_later(CLOSE_SECONDS, scope.cancel)
 
     # -- in the source's thread
 

@@ -28,6 +28,10 @@ EMPTY: Final = _Empty.EMPTY
 EmptyType: TypeAlias = Literal[_Empty.EMPTY]
 
 
+BURST_SECONDS = 0.001
+"""How long who waits may be left out in favour of a burst."""
+
+
 class QueueStats(msgspec.Struct, frozen=True):
     """One look at a queue.
 
@@ -67,7 +71,7 @@ class Ticket(Generic[T]):
         """Fill the place."""
         self.item = item
         self.settled = True
-        self._queue.receivers.wake()
+        self._queue.tell_receivers()
 
     def fail(self, failure: BaseException) -> None:
         """End the queue at this place: what was reserved before still comes, then the failure."""
@@ -91,12 +95,21 @@ class BoundedQueue(Generic[T]):
     Thread safety: senders that need an order among them reserve one at a time; everything else may be called from any thread.
     `cancel` and `clear` take no lock and may be called from a finaliser or a signal handler. Ctrl-C in the middle of `take_nowait` loses
     no item.
+
+    Attributes:
+        in_bursts: the items are small, so that taking turns for the interpreter's lock costs more than making them: who waits is woken, for
+            the first `BURST_SECONDS`, only where the queue is more than half full, or less than half. May be set at any time.
+        senders: that wait for room.
+        receivers: that wait for an item, event loops too.
     """
 
     def __init__(self, capacity: int, *, held_until_release: bool = False, clock: Clock = MONOTONIC) -> None:
         self.capacity = capacity
+        self.in_bursts = False
         self.senders = Parking()
         self.receivers = Parking()
+        self._lazy_senders = Parking()
+        self._lazy_receivers = Parking()
         self._held_until_release = held_until_release
         self._clock = clock
         self._lock = threading.Lock()  # guards who reserves and who takes, _unreleased, _taken and the two sums
@@ -122,7 +135,8 @@ class BoundedQueue(Generic[T]):
                         self._line.append(ticket)
                         return ticket
             began = self._clock()
-            self.senders.wait(self._can_reserve)
+            if not (self.in_bursts and self._lazy_senders.wait(self._can_reserve, BURST_SECONDS)):
+                self.senders.wait(self._can_reserve)
             waited = self._clock() - began
             with self._lock:
                 self._backpressure_seconds += waited
@@ -146,8 +160,7 @@ class BoundedQueue(Generic[T]):
     def refuse(self) -> None:
         """Grant no further place."""
         self._refusing = True
-        self.senders.wake()
-        self.receivers.wake()
+        self._wake_all()
 
     def remove(self, ticket: Ticket[T]) -> None:
         """Take a reserved place out of the order."""
@@ -156,8 +169,7 @@ class BoundedQueue(Generic[T]):
                 self._line.remove(ticket)
             except ValueError:  # cleared meanwhile
                 return
-        self.senders.wake()
-        self.receivers.wake()
+        self._wake_all()
 
     # -- receiving
 
@@ -165,7 +177,8 @@ class BoundedQueue(Generic[T]):
         """Wait until an item can be taken. False: none will come (see `is_over`), the time ran out, or another receiver was faster."""
         if not self._settled():
             began = self._clock()
-            self.receivers.wait(self._settled, timeout_seconds)
+            if not (self.in_bursts and timeout_seconds is None and self._lazy_receivers.wait(self._settled, BURST_SECONDS)):
+                self.receivers.wait(self._settled, timeout_seconds)
             waited = self._clock() - began
             with self._lock:
                 self._starved_seconds += waited
@@ -186,7 +199,7 @@ class BoundedQueue(Generic[T]):
                 if self._held_until_release:
                     self._unreleased += 1
             if not self._held_until_release:
-                self.senders.wake()
+                self._tell_senders()
         except BaseException:  # Ctrl-C
             if ticket is not None:
                 self._put_back(ticket)
@@ -211,7 +224,7 @@ class BoundedQueue(Generic[T]):
             self._taken -= 1
             self._unreleased -= self._held_until_release
             self._line.appendleft(ticket)
-        self.receivers.wake()
+        self._wake_all()
 
     def break_off(self, failure: BaseException) -> None:
         """The receiver cannot go on: the failure comes next, and what was sent comes no more."""
@@ -230,14 +243,13 @@ class BoundedQueue(Generic[T]):
         """What an item taken earlier held is free again."""
         with self._lock:
             self._unreleased -= 1
-        self.senders.wake()
+        self._tell_senders()
 
     def cancel(self) -> None:
         """Nothing more is wanted: every waiter returns. Never blocks, takes no lock, drops nothing by itself."""
         self._cancelled = True
         self._refusing = True
-        self.senders.wake()
-        self.receivers.wake()
+        self._wake_all()
 
     def clear(self) -> None:
         """Drop what a cancelled queue still holds. Takes no lock."""
@@ -245,6 +257,24 @@ class BoundedQueue(Generic[T]):
         self._failure = None
         for ticket in list(line):
             ticket.failure = None  # its traceback leads to the ticket
+
+    # -- waking
+
+    def tell_receivers(self) -> None:
+        """An item was sent."""
+        self.receivers.wake()
+        if self._lazy_receivers and 2 * len(self._line) > self.capacity:
+            self._lazy_receivers.wake()
+
+    def _tell_senders(self) -> None:
+        self.senders.wake()
+        if self._lazy_senders and 2 * (len(self._line) + self._unreleased) < self.capacity:
+            self._lazy_senders.wake()
+
+    def _wake_all(self) -> None:
+        """Takes no lock."""
+        for parking in (self.senders, self._lazy_senders, self.receivers, self._lazy_receivers):
+            parking.wake()
 
     # -- looking
 
@@ -283,8 +313,8 @@ class BoundedQueue(Generic[T]):
             len(line) + self._unreleased,
             ready,
             self._taken,
-            len(self.senders),
-            len(self.receivers),
+            len(self.senders) + len(self._lazy_senders),
+            len(self.receivers) + len(self._lazy_receivers),
             self._backpressure_seconds,
             self._starved_seconds,
         )

@@ -46,6 +46,12 @@ from prefetchshard.structures import in_brackets, leaf_paths, path_text
 _jax: Any = jax
 
 IN_FLIGHT = {"cpu": 2}
+BURST_BYTES = 1 << 18
+"""Batches up to this size go in bursts on the CPU backend, where nothing of them is waited for."""
+
+BURST_SLOTS = 5
+"""At least so many for batches that go in bursts."""
+
 MOST_WORKERS = 16
 """More threads bring nothing or lose: they wait for each other to give the interpreter's lock back."""
 
@@ -180,10 +186,16 @@ class Blueprint:
             return min(MOST_WORKERS, cpus)
         return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
 
-    def _choose_limits(self) -> Limits:
+    def _choose_limits(self, plan: Plan | None = None) -> Limits:
         settings = self._settings
         in_flight = IN_FLIGHT.get(self._device.platform, MOST_IN_FLIGHT)
-        return Limits(settings.depth, in_flight, in_flight + self._batches_read_at_once())
+        slots = in_flight + self._batches_read_at_once()
+        if plan is not None and self._goes_in_bursts(plan):
+            slots = max(slots, BURST_SLOTS)
+        return Limits(settings.depth, in_flight, slots)
+
+    def _goes_in_bursts(self, plan: Plan) -> bool:
+        return self._device.platform == "cpu" and plan.nbytes <= BURST_BYTES
 
     def _batches_read_at_once(self) -> int:
         """Host batches being read, or read and not on their way yet."""
@@ -208,7 +220,7 @@ class Blueprint:
         on_device = sum(leaf.bytes_per_device for leaf in placed.spec())
         settings = self._settings
         self._limits = within_bytes(
-            self._choose_limits(),
+            self._choose_limits(plan),
             batch_bytes=plan.nbytes,
             device_bytes=on_device,
             host_memory=settings.host_memory,
@@ -282,6 +294,7 @@ class Blueprint:
         def fit(plan: Plan) -> None:
             limits = self._fit(plan)
             inbox.capacity, outbox.capacity, pace.in_flight = limits.slots, limits.depth, limits.in_flight
+            inbox.in_bursts = outbox.in_bursts = self._goes_in_bursts(plan)
 
         meters = Meters()
         planner = self._planner(context.x64, fit) if rows is None else self._number_planner(rows, context.x64, fit)

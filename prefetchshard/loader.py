@@ -275,6 +275,7 @@ class Loader:
         transform: on the host, in the workers, on one example (on a batch where batch_size is None); a parameter named `rng` gets a
             `numpy.random.Generator` made from `(seed, epoch, row)`. It and `collate` get arrays and lists of their own, and may change them.
         device_transform: jitted, on the devices, on the batch after its transfer; a parameter named `key` gets a PRNG key of the step.
+            Over several devices it is dispatched by the thread that takes the batch, which should be the one of the training step.
         microbatches: k: leaves with rows become `(k, rows / k, *example)`, axis 0 not sharded; with batch_size those on the host too.
         workers: reader threads; "auto" chooses by the CPUs.
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same

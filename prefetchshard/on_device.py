@@ -59,7 +59,8 @@ class DeviceRows:
         plan: of the batches.
         numbers: the hidden source: the number of each row, once for each set of devices.
         rules: where the numbers go.
-        is_late: the gather moves rows between devices, so it is for the consumer's thread.
+        is_late: the gather is for the consumer's thread: it moves rows between devices, or runs on several of the CPU backend, which
+            may wait for ever where two threads dispatch what runs on several devices.
 
     Raises:
         ConfigError: the shardings of the arrays and of the batches do not go together; names the leaf.
@@ -77,7 +78,7 @@ class DeviceRows:
         number = np.arange(source.length, dtype=np.int32)
         self.numbers = Arrays((number,) * len(where), [number] * len(where), source.length)
         self.rules: Rules = resolve(where)
-        self.is_late = any(place.is_split for place in self._places)
+        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and _is_on_cpu(plan))
 
     def check_memory(self, batches: int) -> None:
         """Whether the devices have room for the arrays, and for so many batches.
@@ -126,6 +127,10 @@ class DeviceRows:
             for n, array in zip(gather.members, gather(some, self._stores), strict=True):
                 arrays[n] = array
         return arrays
+
+
+def _is_on_cpu(plan: Plan) -> bool:
+    return devices_of(plan.put_shardings[0])[0].platform == "cpu"
 
 
 def free_bytes(device: Any) -> int | None:

@@ -98,6 +98,7 @@ class Plan:
         masks_on_host: the row mask stays on the host, as all leaves do.
         packing: of the small leaves into one buffer, where that is the better way; None where each is put by itself.
         nbytes: of one batch, over all devices once.
+        spans_devices: whether an array of it lies on several.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Plan:
         self.layout = Layout(in_memory)
         self.packing = find_packing(self.layout, self.put_shapes, self.put_shardings)
         self.nbytes = self.layout.nbytes
+        self.spans_devices = any(len(sharding.device_set) > 1 for sharding in self.put_shardings)
         plain = self.mask_index is None and len(self.staged) == len(leaves) > 0 and all(leaf.dtype == leaf.target for leaf in leaves)
         self._plain = [(leaf.shape, leaf.dtype) for leaf in leaves] if plain else None
 

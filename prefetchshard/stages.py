@@ -132,13 +132,14 @@ class Placer:
 
     def land(self, flight: Flight) -> PlacedBatch:
         """Wait until a transfer is ready, and put its batch together."""
-        _jax.block_until_ready(flight.arrays)
+        for array in flight.arrays:
+            array.block_until_ready()
         host = flight.host
         ready_at = self._clock()
         if host.memory is not None:
             host.memory.release()
             host.memory = None
-        is_late = self._gather is not None and self._gather.is_late
+        is_late = self._is_late(host.plan)
         batch = None if is_late else self._batch(flight)
         placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, self._plan_of(host).spec)
         placed.ready_at = ready_at
@@ -146,6 +147,16 @@ class Placer:
             placed.finish = partial(self._late_batch, flight)
         self._count_rows(host)
         return placed
+
+    def _is_late(self, plan: Plan) -> bool:
+        """Whether the rest is for the consumer's thread, which dispatches the training step.
+
+        What devices compute together they begin in the same order on each; two threads that dispatch at once may mix the orders up, and
+        the devices then wait for each other for ever.
+        """
+        if self._gather is not None:
+            return self._gather.is_late or (self._device_transform is not None and self._gather.plan.spans_devices)
+        return self._device_transform is not None and plan.spans_devices
 
     def _plan_of(self, host: HostBatch[Plan]) -> Plan:
         """The plan of the batch that the consumer gets."""

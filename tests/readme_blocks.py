@@ -13,6 +13,10 @@ import re
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 from support import REPOSITORY, stacks, threads_left
 
@@ -49,12 +53,22 @@ def blocks() -> list[Block]:
     return [Block(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
 
 
+def waiting(step: Any) -> Callable[..., Any]:
+    """A step that is waited for.
+
+    XLA's CPU backend takes 32 programs a device ahead; loops that have more in flight on several devices hang there now and then on a
+    busy machine, also without any loader.
+    """
+    return lambda *args: jax.block_until_ready(step(*args))
+
+
 def trouble_with(block: Block, first: Block) -> str | None:
     """Runs one block after the first. Returns what went wrong, if anything did."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             first.run(namespace)
+            namespace["train_step"] = waiting(namespace["train_step"])
             block.run(namespace)
     except BaseException:  # noqa: BLE001 - whatever a block raises is reported, and the others are run
         return traceback.format_exc()

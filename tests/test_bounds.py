@@ -50,8 +50,10 @@ class Counter:
 
 def at_rest(iterator: ps.LoaderIterator) -> bool:
     """Whether all threads wait for room: nothing more is read until a batch is taken."""
-    stats = iterator.stats()
-    return stats.ready.senders_waiting >= 1 and stats.host.senders_waiting >= 1
+    stats, again = iterator.stats(), iterator.stats()
+    if (stats.ready, stats.host) != (again.ready, again.host):  # a look at both queues is not one look
+        return False
+    return all(queue.senders_waiting >= 1 and queue.held == queue.capacity for queue in (stats.ready, stats.host))
 
 
 def loaders(kind: str, counter: Counter, S: NamedSharding, **options: Any) -> ps.Loader:

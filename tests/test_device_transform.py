@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -305,3 +306,18 @@ def test_what_it_raises_comes_after_the_good_batches(S: NamedSharding, consume: 
     with pytest.raises(Bad, match="sixteen") as caught:
         consume(iterator)
     assert any("batch 2" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_what_runs_on_several_devices_is_dispatched_by_one_thread(devices: int) -> None:
+    """The one of the training step: two that dispatch at once may leave devices waiting for each other for ever."""
+    threads: set[str] = set()
+
+    def look(batch: Any) -> Any:
+        threads.add(threading.current_thread().name)  # while it is traced, which is where it is first dispatched
+        return batch * 2
+
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    loader = ps.Loader(np.arange(64, dtype=np.int32), NamedSharding(mesh, P("data")), batch_size=8, device_transform=look)
+    assert [int(np.asarray(batch)[1]) for batch in loader] == [2 * (8 * i + 1) for i in range(8)]
+    assert threads == {"prefetchshard-transfer" if devices == 1 else threading.current_thread().name}

@@ -265,7 +265,7 @@ def test_device_transform_fails(fault: str, S: NamedSharding) -> None:
         return value + 1
 
     source = [np.full(16 if i == 3 else 8, i) for i in range(6)]
-    check(ps.prefetch(source, S, device_transform=trace), error, [1, 2, 3], "while placing batch 3 (epoch 0, batch 3 of the epoch)")
+    check(ps.prefetch(source, S, device_transform=trace), error, [1, 2, 3], "while placing batch 3 (epoch 0, rows 24 to 39 of the epoch)")
 
 
 @pytest.mark.parametrize("fault", [f for f in MAKERS if f not in ("frozen", "KeyboardInterrupt")])

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from prefetchshard.meshes import axis_names, mesh_of, row_split
+from prefetchshard.meshes import axis_names, is_on_cpu, mesh_of, row_split
 from prefetchshard.planning import MASK, Plan
 from prefetchshard.shardings import replicated_like
+from prefetchshard.transfer import from_movable, is_small_float, to_movable
 
 _jax: Any = jax
 _jnp: Any = jnp
@@ -59,9 +60,15 @@ class Gather:
                 check_vma=False,
             )
         self._run: Callable[..., list[Any]] = _jax.jit(body, out_shardings=shardings)
+        self._types = [part.type_after for part in parts]
+        self._typed: Callable[[list[Any]], list[Any]] = _jax.jit(self._in_types, out_shardings=shardings)
 
     def __call__(self, numbers: Any, stores: Sequence[Any]) -> list[Any]:
-        return self._run(numbers, *(stores[index] for index in self._leaves))
+        arrays = self._run(numbers, *(stores[index] for index in self._leaves))
+        return arrays if not any(self._types) else self._typed(arrays)
+
+    def _in_types(self, arrays: list[Any]) -> list[Any]:
+        return [array if dtype is None else from_movable(array, dtype) for array, dtype in zip(arrays, self._types, strict=True)]
 
 
 def _spec(sharding: Any) -> Any:
@@ -89,6 +96,10 @@ class _Part:
         plan: of the batches.
         n: place in the put order.
         stored: sharding of the array; None for the mask.
+
+    Attributes:
+        type_after: what the rows, which are made as integers, are to be taken for by another function. On the CPU backend a padded small
+            float needs it: in one function the choice between rows and padding would be one among floats.
     """
 
     def __init__(self, plan: Plan, n: int, stored: Sharding | None) -> None:
@@ -99,7 +110,11 @@ class _Part:
         self._row_names = axis_names(entries[self._rows_axis])
         self._example_entries = entries[self._rows_axis + 1 :]
         index = plan.put_order[n]
-        self._padding = None if index == MASK else plan.leaves[index].padding
+        leaf = None if index == MASK else plan.leaves[index]
+        self._padding = None if leaf is None else leaf.padding
+        self.type_after: Any = None
+        if leaf is not None and self._padding is not None and is_small_float(leaf.target) and is_on_cpu(plan.put_shardings[n]):
+            self.type_after = leaf.target
         held = _entries(stored)
         self._store_names = axis_names(held[0]) if held and stored is not None and row_split(stored) > 1 else ()
         self._held = [axis_names(entry) for entry in held[1:]]
@@ -109,17 +124,20 @@ class _Part:
 
     def rows(self, numbers: Any, array: Any) -> Any:
         """The rows of this device."""
+        padding = None if self._padding is None else to_movable(_jnp.asarray(self._padding))
+        rows = self._rows(numbers, to_movable(array), padding)
+        return rows if self.type_after is not None else from_movable(rows, array.dtype)
+
+    def _rows(self, numbers: Any, array: Any, padding: Any) -> Any:
         mine = _own_piece(numbers, self._rows_axis, self._row_names)
         rows = self._collected(numbers, array) if self._store_names else _jnp.take(array, _jnp.maximum(mine, 0), axis=0, mode="clip")
         for axis, entry in enumerate(self._example_entries):
             names = axis_names(entry)
             if names and (axis >= len(self._held) or not self._held[axis]):
                 rows = _own_piece(rows, self._rows_axis + 1 + axis, names)
-        if self._padding is None:
+        if padding is None:
             return rows
-        # By bits too: the CPU backend chooses among small floats by way of larger ones, which changes what is not a number.
-        bits = to_bits(rows)
-        return from_bits(_where(mine >= 0, bits, to_bits(_jnp.asarray(self._padding))), rows.dtype)
+        return from_bits(_where(mine >= 0, to_bits(rows), to_bits(padding)), rows.dtype)
 
     def _collected(self, numbers: Any, array: Any) -> Any:
         """Rows that are spread over the devices: each gives the bits of those that it has, and zeros for the others."""

@@ -55,7 +55,7 @@ class LoaderIterator:
 
     def __next__(self) -> Any:
         began = self._clock()
-        self._run.check_process()
+        self._run.check_consumer()
         while (batch := self._take(began)) is EMPTY:
             if self._outbox.is_over():
                 break
@@ -83,7 +83,7 @@ class LoaderIterator:
             raise
 
     def _hand_out(self, item: PlacedBatch, began: float) -> Any | EmptyType:
-        if item.finish is not None and not self._finish(item):
+        if item.finish is not None and (not self._finish(item) or self._outbox.cancelled):
             return EMPTY
         meters = self._meters
         now = self._clock()
@@ -156,7 +156,7 @@ class LoaderIterator:
 
     async def __anext__(self) -> Any:
         began = self._clock()
-        self._run.check_process()
+        self._run.check_consumer()
         await aio.checkpoint()
         while (batch := self._take(began)) is EMPTY:
             if self._outbox.is_over():

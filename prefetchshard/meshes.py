@@ -200,6 +200,11 @@ def devices_of(sharding: Any) -> list[Any]:
     return sorted(sharding.device_set, key=lambda device: device.id)
 
 
+def is_on_cpu(sharding: Any) -> bool:
+    """Whether the devices are those of the CPU backend."""
+    return next(iter(sharding.device_set)).platform == "cpu"
+
+
 def index_map(sharding: Any, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
     """The part of an array that each device holds."""
     return sharding.devices_indices_map(shape)

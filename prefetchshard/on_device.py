@@ -21,7 +21,7 @@ from prefetchshard.config import HOST, Narrow
 from prefetchshard.errors import ConfigError, NarrowingError
 from prefetchshard.gathering import gathers_of
 from prefetchshard.leaves import store
-from prefetchshard.meshes import axis_names, axis_size, devices_of, mesh_of, row_split, sharding_text
+from prefetchshard.meshes import axis_names, axis_size, devices_of, is_on_cpu, mesh_of, row_split, sharding_text
 from prefetchshard.placement import Rules, resolve
 from prefetchshard.planning import Plan, Planner
 from prefetchshard.shardings import replicated_like
@@ -78,7 +78,7 @@ class DeviceRows:
         number = np.arange(source.length, dtype=np.int32)
         self.numbers = Arrays((number,) * len(where), [number] * len(where), source.length)
         self.rules: Rules = resolve(where)
-        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and _is_on_cpu(plan))
+        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and is_on_cpu(plan.put_shardings[0]))
 
     def check_memory(self, batches: int) -> None:
         """Whether the devices have room for the arrays, and for so many batches.
@@ -127,10 +127,6 @@ class DeviceRows:
             for n, array in zip(gather.members, gather(some, self._stores), strict=True):
                 arrays[n] = array
         return arrays
-
-
-def _is_on_cpu(plan: Plan) -> bool:
-    return devices_of(plan.put_shardings[0])[0].platform == "cpu"
 
 
 def free_bytes(device: Any) -> int | None:

@@ -37,6 +37,9 @@ TRANSFER_SECONDS = 60.0
 """How long it waits for the transfer thread, which never runs the source's code: only for a transfer or a compilation."""
 
 _live: set[Run] = set()
+_consumers: set[int] = set()  # idents of the threads that took batches
+_held: set[int] = set()  # idents of those that are kept from going on, at exit
+_holding = Parking()
 _exiting = False
 
 
@@ -117,6 +120,7 @@ class Run:
         self._left: set[threading.Thread] = set()
         self._left_lock = threading.Lock()  # guards _left
         self._has_begun = False
+        self._consumer: int | None = None  # the thread that took a batch last
         self._source_threads = [self._thread(name, body, context) for name, body in reader.bodies]
         moving = transfer_bodies(inbox, placer, outbox, meters, pace)
         self.transfer_threads = [self._thread(name, body, context) for name, body in moving]
@@ -127,6 +131,9 @@ class Run:
 
         def run() -> None:
             try:
+                if _exiting:
+                    self.cancel()  # begun too late to be waited for
+                    return
                 with context.in_force():
                     body()
             except BaseException as error:  # noqa: BLE001 - users' faults were caught before: this is ours, and still no reason to hang
@@ -181,12 +188,16 @@ class Run:
         """Whether all of its threads have ended."""
         return not self._left
 
-    def check_process(self) -> None:
-        """Whether this is the process that the threads are in.
+    def check_consumer(self) -> None:
+        """Whether the threads are in the process of this one, which takes batches.
 
         Raises:
             UsedUpError: the run was carried into a forked child.
         """
+        consumer = threading.get_ident()
+        if consumer != self._consumer:
+            self._consumer = consumer
+            _consumers.add(consumer)
         if self._pid != os.getpid():
             raise UsedUpError(
                 "this loader's threads are in the parent of this forked process; make the loader in the child (and note that JAX itself "
@@ -295,7 +306,15 @@ def hold_daemons() -> None:
     Their runs were closed for them; they must neither take that for the end of the data, nor start another run.
     """
     while _exiting and threading.current_thread() is not threading.main_thread():
+        _held.add(threading.get_ident())
+        _holding.wake()
         time.sleep(TRANSFER_SECONDS)
+
+
+def _are_consumers_held() -> bool:
+    # An ident in no frame is that of a thread that has ended
+    left = _consumers - _held - {threading.get_ident()}
+    return left.isdisjoint(sys._current_frames())  # pyright: ignore[reportPrivateUsage] - documented; costs no lock
 
 
 def _close_all() -> None:
@@ -305,6 +324,8 @@ def _close_all() -> None:
     runs = list(_live)
     try:
         close_runs(runs, quietly=True)
+        # A daemon thread that takes batches may be inside JAX too, where it drops one: it comes to its next batch first, and no further
+        _holding.wait(_are_consumers_held, GRACE_SECONDS)
     finally:  # Ctrl-C
         _join((thread for run in runs for thread in run.transfer_threads), time.monotonic() + TRANSFER_SECONDS)
 
@@ -312,7 +333,7 @@ def _close_all() -> None:
 # Registered after JAX's own clean-up, so run before it: the transfer threads have left JAX when it goes down.
 atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_live.clear)  # their threads are in the parent
+    os.register_at_fork(after_in_child=lambda: (_live.clear(), _consumers.clear()))  # their threads are in the parent
 
 
 def new_queue(capacity: int, clock: Clock, *, held_until_release: bool = False) -> BoundedQueue[Any]:

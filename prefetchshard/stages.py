@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from prefetchshard.packing import Packing
 from prefetchshard.planning import MASK, Kind, Plan
 from prefetchshard.shardings import replicated_like
 from prefetchshard.statistics import Meters
-from prefetchshard.transfer import explicit, is_key, put
+from prefetchshard.transfer import explicit, from_movable, is_key, put, to_movable
 
 _jax: Any = jax
 _jnp: Any = jnp
@@ -82,7 +83,7 @@ class Placer:
 
     Args:
         device_transform: or None.
-        context: the caller's JAX settings; in force where this is called.
+        context: the caller's JAX settings, in force where this is called; the context variables are those where this is made.
         clock: monotonic seconds.
         step: of the first batch.
         epoch: of the first batch.
@@ -108,6 +109,7 @@ class Placer:
         self._step = step
         self._rows_epoch = epoch
         self._rows = rows
+        self._variables = contextvars.copy_context()
 
     def dispatch(self, host: HostBatch[Plan]) -> Flight:
         """Dispatch the transfer of a batch; one call for all its leaves."""
@@ -176,10 +178,10 @@ class Placer:
         return self._device_transform(plan.assemble(arrays, stand_ins), host.passed, flight.step)
 
     def _late_batch(self, flight: Flight) -> Any:
-        """As `_batch`, in the consumer's thread, where other settings may be in force."""
+        """As `_batch`, in the consumer's thread, where other settings and context variables may be in force."""
         try:
             with contextlib.nullcontext() if JaxContext() == self._context else self._context.in_force():
-                return self._batch(flight)
+                return self._variables.copy().run(self._batch, flight)
         except BaseException as error:  # noqa: BLE001 - raised again
             raise _noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause
 
@@ -236,7 +238,7 @@ def _device_leaf(plan: Plan, index: int, shape: tuple[int, ...], value: Any) -> 
             filling = _jnp.repeat(value[-1:], missing, axis=0)  # any valid key: its rows are masked
         else:
             filling = _jnp.full((missing, *value.shape[1:]), leaf.padding)
-        value = _jnp.concatenate([value, filling])
+        value = from_movable(_jnp.concatenate([to_movable(value), to_movable(filling)]), value.dtype)
     return value if value.shape == shape else _jnp.reshape(value, shape)
 
 

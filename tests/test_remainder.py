@@ -581,3 +581,13 @@ def test_fewer_examples_than_a_batch_with_collate(S: NamedSharding, R: NamedShar
         assert np.asarray(batch[0]).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     (batch,) = (b for b, _ in sync(ps.Loader(ragged([8, 8, 2]), R, batch_size=4, collate=pack, remainder="pad")))
     assert (batch["t"].shape, np.asarray(batch["mask"]).tolist()) == ((4, 8), [True, True, True, False])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float32"])
+def test_padding_keeps_the_bits_of_arrays_on_the_devices(dtype: str, S: NamedSharding) -> None:
+    """Not-a-numbers with a payload too."""
+    size = jnp.dtype(dtype).itemsize
+    rows = np.frombuffer(np.random.default_rng(0).bytes(2000 * 8 * size), jnp.dtype(dtype)).reshape(2000, 8)
+    source = [jnp.asarray(rows[start : start + 800]) for start in (0, 800, 1600)]
+    got = np.concatenate([np.asarray(batch)[np.asarray(mask)] for batch, mask in ps.prefetch(source, S, remainder=ps.Pad(value=1))])
+    assert got.tobytes() == rows.tobytes()

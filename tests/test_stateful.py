@@ -183,7 +183,7 @@ def test_two_runs_over_one_source_do_not_take_each_others_state(S: NamedSharding
     """Its state is that of the iterator it made last; the earlier run goes by what it took before, or reads again."""
 
     def make(state: ps.LoaderState | None = None) -> ps.Loader:
-        return ps.Loader(TellingItself(lambda epoch: [example(row, epoch) for row in range(64)]), S, batch_size=8, state=state)
+        return ps.Loader(TellingItself(lambda epoch: [example(row, epoch) for row in range(512)]), S, batch_size=8, state=state)
 
     whole = take(iter(make()))
     loader = make()

@@ -441,7 +441,7 @@ class ToldAsync(Told):
 
 
 @pytest.mark.parametrize("kind", [ToldDataset, ToldIterable, ToldAsync])
-@pytest.mark.parametrize("options", [{}, {"transform": lambda x: x}, {"workers": 4}, {"remainder": "pad"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"transform": lambda x: x}, {"workers": 4}, {"remainder": "pad"}], ids=" ".join)
 def test_sources_are_told_the_epoch_before_it_begins(kind: type[Told], options: dict[str, Any], R: NamedSharding) -> None:
     source = kind("told")
     loader = ps.Loader(source, R, batch_size=3, epochs=3, **options)

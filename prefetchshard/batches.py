@@ -213,7 +213,7 @@ class PlacedBatch:
         finish: makes the batch, where the thread that takes it has to; None where it is made.
     """
 
-    __slots__ = ("batch", "bytes", "dispatched_at", "finish", "position", "ready_at", "rows", "spec")
+    __slots__ = ("_finishing", "batch", "bytes", "dispatched_at", "finish", "position", "ready_at", "rows", "spec")
 
     def __init__(
         self, batch: Any, position: Position, dispatched_at: float, nbytes: int, rows: int, spec: Callable[[], tuple[LeafSpec, ...]]
@@ -226,11 +226,19 @@ class PlacedBatch:
         self.ready_at = 0.0
         self.bytes = nbytes
         self.finish: Callable[[], Any] | None = None
+        self._finishing: Any = None
+
+    def finish_by(self, finish: Callable[[], Any]) -> None:
+        """Leave the making of the batch to the thread that takes it."""
+        self._finishing = threading.RLock()  # one thread may look at what another one takes
+        self.finish = finish
 
     def finished(self) -> Any:
         """The batch, made now where it is not yet."""
-        finish = self.finish
-        if finish is not None:
-            self.batch = finish()
-            self.finish = None
+        if self.finish is not None and self._finishing is not None:
+            with self._finishing:
+                finish = self.finish
+                if finish is not None:
+                    self.batch = finish()
+                    self.finish = None
         return self.batch

@@ -83,6 +83,7 @@ class Blueprint:
         self._order = self._make_order()
         self._specs: dict[bool, tuple[LeafSpec, ...]] = {}  # by whether x64 is in force: the dtypes depend on it
         self._device = self._rules.device()
+        self._most_bytes = self._most_device_bytes = 0  # of a batch so far
         self._limits = self._choose_limits()
         self._ring: Staging | None = None
         self._device_rows: tuple[bool, DeviceRows] | None = None  # by whether x64 is in force
@@ -186,16 +187,17 @@ class Blueprint:
             return min(MOST_WORKERS, cpus)
         return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
 
-    def _choose_limits(self, plan: Plan | None = None) -> Limits:
+    def _choose_limits(self, *, planned: bool = False) -> Limits:
         settings = self._settings
         in_flight = IN_FLIGHT.get(self._device.platform, MOST_IN_FLIGHT)
         slots = in_flight + self._batches_read_at_once()
-        if plan is not None and self._goes_in_bursts(plan):
+        if planned and self._goes_in_bursts():
             slots = max(slots, BURST_SLOTS)
         return Limits(settings.depth, in_flight, slots)
 
-    def _goes_in_bursts(self, plan: Plan) -> bool:
-        return self._device.platform == "cpu" and plan.nbytes <= BURST_BYTES
+    def _goes_in_bursts(self) -> bool:
+        """Whether all batches so far were small: the limits never widen again after a large one."""
+        return self._device.platform == "cpu" and self._most_bytes <= BURST_BYTES
 
     def _batches_read_at_once(self) -> int:
         """Host batches being read, or read and not on their way yet."""
@@ -215,14 +217,15 @@ class Blueprint:
         return self._limits.ahead
 
     def _fit(self, plan: Plan) -> Limits:
-        """The limits that keep to the bounds in bytes with batches of this plan."""
+        """The limits that keep to the bounds in bytes with batches of this plan, and of those before it."""
         placed = plan if self._device_rows is None else self._device_rows[1].plan
-        on_device = sum(leaf.bytes_per_device for leaf in placed.spec())
+        self._most_bytes = max(self._most_bytes, plan.nbytes)
+        self._most_device_bytes = max(self._most_device_bytes, sum(leaf.bytes_per_device for leaf in placed.spec()))
         settings = self._settings
         self._limits = within_bytes(
-            self._choose_limits(plan),
-            batch_bytes=plan.nbytes,
-            device_bytes=on_device,
+            self._choose_limits(planned=True),
+            batch_bytes=self._most_bytes,
+            device_bytes=self._most_device_bytes,
             host_memory=settings.host_memory,
             device_memory=settings.device_memory,
             least_slots=2 if self._holds_back else 1,
@@ -294,7 +297,8 @@ class Blueprint:
         def fit(plan: Plan) -> None:
             limits = self._fit(plan)
             inbox.capacity, outbox.capacity, pace.in_flight = limits.slots, limits.depth, limits.in_flight
-            inbox.in_bursts = outbox.in_bursts = self._goes_in_bursts(plan)
+            inbox.in_bursts = outbox.in_bursts = self._goes_in_bursts()
+            inbox.senders.wake()  # there may be more room
 
         meters = Meters()
         planner = self._planner(context.x64, fit) if rows is None else self._number_planner(rows, context.x64, fit)

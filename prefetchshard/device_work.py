@@ -49,7 +49,7 @@ class DeviceTransform:
     """A user's function, jitted once, that gets every batch on the devices.
 
     Its `key` parameter, where it has one, gets `fold_in(key(seed), step)`: the same after a resume and on any number of devices.
-    Input buffers are donated where an output of the same shape and dtype can take their place.
+    Input buffers on one device are donated where an output of the same shape and dtype can take their place.
 
     Args:
         function: `batch -> batch`, or `(batch, key=) -> batch`; leaves that stay on the host pass through it as opaque structure.
@@ -99,7 +99,9 @@ class DeviceTransform:
         # Traced here, and not a second time when it is called. Its leaves alone: containers may refuse what stands in for arrays.
         outputs = [(out.shape, out.dtype) for out in _jax.jit(run).trace(step, *leaves).jaxpr.out_avals]
         donated: list[int] = []
-        for i, leaf in enumerate(leaves):
+        # Over several devices it runs in the consumer's thread: what Ctrl-C cut off there is run once more, on the same arrays
+        alone = all(len(leaf.sharding.device_set) == 1 for leaf in leaves)
+        for i, leaf in enumerate(leaves if alone else ()):
             kind = (leaf.shape, leaf.dtype)
             if kind in outputs and not _jax.dtypes.issubdtype(leaf.dtype, _jax.dtypes.prng_key):
                 outputs.remove(kind)

@@ -131,8 +131,9 @@ class Run:
 
         def run() -> None:
             try:
-                if _exiting:
-                    self.cancel()  # begun too late to be waited for
+                if _exiting:  # begun too late to be waited for
+                    self.closed = True
+                    self.cancel()
                     return
                 with context.in_force():
                     body()

@@ -146,7 +146,7 @@ class Placer:
         placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, self._plan_of(host).spec)
         placed.ready_at = ready_at
         if is_late:
-            placed.finish = partial(self._late_batch, flight)
+            placed.finish_by(partial(self._late_batch, flight))
         self._count_rows(host)
         return placed
 

@@ -139,7 +139,7 @@ def is_key(leaf: Any) -> bool:
 
 def is_small_float(dtype: Any) -> bool:
     """Whether the CPU backend moves numbers of this type by way of larger ones, which changes the bits of what is not a number."""
-    return dtype.itemsize <= 2 and bool(_jax.dtypes.issubdtype(dtype, np.floating))
+    return bool(_jax.dtypes.issubdtype(dtype, np.floating)) and _jax.numpy.finfo(dtype).bits in (8, 16)
 
 
 def to_movable(array: Any) -> Any:

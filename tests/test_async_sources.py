@@ -178,6 +178,8 @@ def test_what_the_finally_awaits_is_not_cancelled_again(where: str, S: NamedShar
         iterator = aiter(loader)
         await anext(iterator)
         await iterator.aclose()
+        if where == "this loop":  # where closing waits for it a moment only
+            await until(lambda: bool(ended))
         assert ended == ["ended"]
 
     asyncio.run(main())

@@ -313,3 +313,17 @@ def test_numbers_of_numpy_are_numbers(value: Any, S: NamedSharding) -> None:
 def test_prefetch_refuses_what_it_does_not_know(S: NamedSharding) -> None:
     with pytest.raises(TypeError, match="dept"):
         ps.prefetch([np.ones(8)], S, dept=2)
+
+
+def test_a_small_batch_does_not_loosen_the_bound_for_large_ones(S: NamedSharding) -> None:
+    large, small = np.zeros((8, 1 << 17), np.uint8), np.zeros((8, 1 << 10), np.uint8)
+    loader = ps.prefetch([large, small, *[large] * 20], S, host_memory="3MiB")
+    iterator = iter(loader)
+    next(iterator)
+    ahead = loader.spec().ahead
+    for _ in range(4):
+        wait_until(lambda: at_rest(iterator))
+        assert iterator.stats().host.capacity <= 3
+        assert loader.spec().ahead <= ahead
+        next(iterator)
+    iterator.close()

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, joined, values
 from prefetchshard.device_work import DeviceTransform
+from support import wait_until
 
 P = PartitionSpec
 sync = consumer("sync")
@@ -321,3 +322,46 @@ def test_what_runs_on_several_devices_is_dispatched_by_one_thread(devices: int) 
     loader = ps.Loader(np.arange(64, dtype=np.int32), NamedSharding(mesh, P("data")), batch_size=8, device_transform=look)
     assert [int(np.asarray(batch)[1]) for batch in loader] == [2 * (8 * i + 1) for i in range(8)]
     assert threads == {"prefetchshard-transfer" if devices == 1 else threading.current_thread().name}
+
+
+def test_what_ctrl_c_cut_off_in_it_is_done_again(S: NamedSharding) -> None:
+    """Over several devices it runs in the consumer's thread; nothing that it was given is gone then."""
+    iterator = iter(ps.prefetch([np.full(8, i, np.int32) for i in range(4)], S, device_transform=lambda x: x + 1))
+    next(iterator)
+    wait_until(lambda: iterator.stats().ready.ready >= 1)
+    placed: Any = iterator.run.outbox.peek_nowait()
+    finish = placed.finish
+
+    def interrupted() -> Any:
+        placed.finish = finish
+        finish()
+        raise KeyboardInterrupt
+
+    placed.finish = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [int(np.asarray(batch)[0]) for batch in iterator] == [2, 3, 4]
+
+
+def test_one_thread_may_look_at_what_another_one_takes(S: NamedSharding) -> None:
+    """`spec()` in one thread, the loop in another: the first batch is made once, or twice from what is still there."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def traced(batch: Any) -> Any:
+        started.set()
+        go_on.wait(10)
+        return batch + 1
+
+    loader = ps.prefetch([np.full(8, i, np.int32) for i in range(3)], S, device_transform=traced)
+    specs: list[Any] = []
+    looker = threading.Thread(target=lambda: specs.append(loader.spec()))
+    looker.start()
+    assert started.wait(10)
+    got: list[int] = []
+    taker = threading.Thread(target=lambda: got.extend(int(np.asarray(batch)[0]) for batch in loader))
+    taker.start()
+    go_on.set()
+    looker.join(10)
+    taker.join(10)
+    assert got == [1, 2, 3]
+    assert len(specs) == 1

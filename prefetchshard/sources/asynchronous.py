@@ -6,6 +6,7 @@ import contextvars
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from prefetchshard.sources.iterables import END, EndType, Items, length_of
 from prefetchshard.sources.stateful import refuse_snapshot
 
 LOOP_THREAD = "prefetchshard-loop"
-CLOSE_SECONDS = 1.0
+CLOSE_SECONDS = 0.8
 """How long the clean-up of an async source may take."""
 HOME_SECONDS = 0.2
 """How long closing waits for it in the caller's own loop, which may be the one that waits."""
@@ -139,6 +140,7 @@ class _Pump:
         self._answered = Parking()
         self._over = False
         self._is_closing = False
+        self._deadline = math.inf
         self._task: Any = None
         self._timer: Any = None
 
@@ -196,7 +198,8 @@ class _Pump:
         close: Any = getattr(iterator, "aclose", None)
         if close is not None and not isinstance(sys.exception(), GeneratorExit):
             self._is_closing = True
-            with anyio.move_on_after(CLOSE_SECONDS, shield=True):
+            seconds = min(CLOSE_SECONDS, max(0.1, self._deadline - time.monotonic()))
+            with anyio.move_on_after(seconds, shield=True):
                 await close()
 
     async def _next_request(self) -> bool:
@@ -227,10 +230,12 @@ class _Pump:
         scope = self._scope
         if scope is None or self._is_closing:  # `run` looks whether it is to begin at all; a clean-up has its own bound
             return
+        self._deadline = time.monotonic() + CLOSE_SECONDS
         if self._task is None:
             scope.cancel()
             return
-        # Once, as asyncio does it: a scope would cancel everything that the source awaits in its clean-up, too.
+        # Once, as asyncio does it: a scope would cancel everything that the source awaits in its clean-up, too. So shields of anyio do
+        # not hold, as under `asyncio.run` they do not.
         self._task.cancel()
         self._timer = sys.modules["asyncio"].get_running_loop().call_later(CLOSE_SECONDS, scope.cancel)
 

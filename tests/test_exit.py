@@ -190,7 +190,7 @@ def test_the_program_ends_quietly(case: str, done: Callable[[str], subprocess.Co
 @pytest.mark.slow
 @pytest.mark.parametrize("case", QUIET)
 def test_the_program_ends_quietly_every_time(case: str) -> None:
-    assert [outcome(done) for done in runs(QUIET[case], 5)] == [(0, "", "")] * 5
+    assert [outcome(done) for done in runs(QUIET[case], 3)] == [(0, "", "")] * 3
 
 
 @pytest.mark.parametrize("case", ["a run at module level", "large batches under way"])

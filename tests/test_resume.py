@@ -143,7 +143,7 @@ def test_head_and_resumed_tail_are_the_whole(case: Any, data: st.DataObject) -> 
 
 @pytest.mark.slow
 @given(case=settings_of_a_run(), data=st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_head_and_resumed_tail_are_the_whole_often(case: Any, data: st.DataObject) -> None:
     check_the_whole(case, data.draw)
 

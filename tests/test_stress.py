@@ -32,7 +32,7 @@ def test_nothing_is_wrong_in_a_few_seconds(staging: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("staging", ["poison", "default"])
 def test_nothing_is_wrong_for_long(staging: str) -> None:
-    stress(25, "--staging", staging)
+    stress(15, "--staging", staging)
 
 
 def test_slots_that_are_released_too_early_are_found() -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from prefetchshard.errors import PlacementError
-from prefetchshard.meshes import row_slices
+from prefetchshard.meshes import is_on_cpu, row_slices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,10 +113,16 @@ def copy_in_place(array: Any, sharding: Sharding) -> Any:
     """A jax.Array placed as asked that shares no memory with the one given, made on the devices."""
     here: Any = array.sharding
     there: Any = sharding
-    moved = array if here.is_equivalent_to(there, array.ndim) else _jax.device_put(array, there)
+    moved = array if here.is_equivalent_to(there, array.ndim) else _moved(array, there)
     if here.device_set.isdisjoint(there.device_set):
         return moved
     return _jax.device_put(moved, there, may_alias=False)  # to where it is already: the one case in which JAX heeds this
+
+
+def _moved(array: Any, there: Any) -> Any:
+    if not is_on_cpu(there) or is_key(array):
+        return _jax.device_put(array, there)
+    return from_movable(_jax.device_put(to_movable(array), there), array.dtype)
 
 
 def _refuse_deleted(array: Any, path: str) -> None:

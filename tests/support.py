@@ -207,6 +207,21 @@ def stacks(threads: list[threading.Thread]) -> str:
     return "\n".join(parts)
 
 
+def copies_late(sharding: Any) -> bool:
+    """Whether the CPU backend reads memory that it cannot alias after the call that puts it returned; since JAX 0.11 it does not."""
+    import jax
+
+    memory = np.empty((1 << 26) + 1, np.uint8)
+    memory = memory[1 - memory.ctypes.data % 2 :][: 1 << 26].reshape(8, -1)  # at an odd address
+    for value in range(20):
+        memory[:] = value
+        put = jax.make_array_from_callback(memory.shape, sharding, memory.__getitem__)
+        memory[:] = 255
+        if not (np.asarray(put) == value).all():
+            return True
+    return False
+
+
 def run_python(
     code: str, timeout: float = 60.0, *, args: tuple[str, ...] = (), env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -38,13 +38,14 @@ class Assembly:
         before: the position of the batch before it in the epoch; told by this one whether it was the last.
         rows: examples in it; set before its last part is done.
         examples: what `collate` will get; None where examples are written as they come.
+        plain: its leaves, where they were found to be just as those of the first batch, and are not copied yet.
         work: what is copied in shares, and ended with the last of them.
         is_last: whether the source had no item after this one; None until it was asked.
     """
 
     __slots__ = (
-        "_closed", "_lock", "_parts", "before", "examples", "is_last", "memory", "passed", "plan", "position", "rows", "settled", "ticket",
-        "work",
+        "_closed", "_lock", "_parts", "before", "examples", "is_last", "memory", "passed", "plain", "plan", "position", "rows", "settled",
+        "ticket", "work",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +60,7 @@ class Assembly:
         self.passed: dict[int, Any] = {}
         self.examples: list[Any] | None = None
         self.is_last: bool | None = None
+        self.plain: list[Any] | None = None
         self.work: Work | None = None
         self._lock = threading.Lock()  # guards opening, and the count of parts
         self._parts = parts
@@ -180,17 +182,12 @@ class Filler:
 
     # -- batches that the source or `collate` made
 
-    def flatten_batch(self, batch: Any) -> tuple[list[Any], Structure]:
-        """The leaves of a batch, as NumPy arrays where they go through the staging memory."""
-        leaves, structure = self.flatten(batch)
-        return self.planner.as_host_leaves(leaves, structure), structure
-
     def write_batch(self, assembly: Assembly, leaves: list[Any], plan: Plan, *, first: int = 0, count: int = 1) -> None:
         """Copy a whole batch, or the share `first` of `count` of its rows.
 
         Args:
             assembly: opened with `plan`.
-            leaves: as `flatten_batch` gave them.
+            leaves: of the batch, NumPy arrays where they go through the staging memory.
             plan: of the batch.
             first: which share, from 0.
             count: into how many shares the rows are cut.
@@ -335,7 +332,7 @@ class Work:
     """A batch that the source or `collate` made, on its way into its memory.
 
     Attributes:
-        leaves: as `Filler.flatten_batch` gives them.
+        leaves: of the batch, NumPy arrays where they go through the staging memory.
         plan: of the batch.
         rows: that it has, padding not counted; None where its leaves have none in common.
         is_plain: whether its leaves are just to be copied.
@@ -397,9 +394,14 @@ class Wholes:
     def missing(self, assembly: Assembly, batch: Any) -> int:
         """How many rows fewer it has than the first batch of the run."""
         self._wait_for_first(assembly)
-        if self._full_rows is None and (self._first is None or self._first.rows is None):
+        first = self._first
+        if self._full_rows is None and (first is None or first.rows is None):
             return 0
-        leaves, structure = self._filler.flatten_batch(batch)
+        leaves, structure = self._flatten(batch)
+        if first is not None and structure is first.structure and first.is_plain_for(leaves):
+            assembly.plain = leaves
+            return 0
+        leaves = self._filler.planner.as_host_leaves(leaves, structure)
         first = self._first_plan(leaves, structure)
         rows = rows_of(first, leaves) if first is not None and structure == first.structure else None
         return 0 if first is None or first.rows is None or rows is None else max(0, first.rows - rows)
@@ -429,11 +431,13 @@ class Wholes:
         """
         if pads:
             self._wait_for_first(assembly)
-        leaves, structure = self._flatten(batch)
         plan = self._first
-        if plan is not None and structure is plan.structure and plan.is_plain_for(leaves):
+        found, assembly.plain = assembly.plain, None
+        leaves, structure = (found, None) if found is not None else self._flatten(batch)
+        if plan is not None and (structure is None or (structure is plan.structure and plan.is_plain_for(leaves))):
             rows, is_plain = plan.rows, True
         else:
+            assert structure is not None
             arrays = self._filler.planner.as_host_leaves(leaves, structure)
             plan, rows, is_plain = *self._plan(arrays, structure, pads, examples), False
             kinds = [leaf.kind for leaf in plan.leaves]

@@ -157,6 +157,12 @@ def test_bits_of_every_dtype(S: NamedSharding, dtype: np.dtype[Any], store: Any)
     assert_alike(*both({"z": random_bits((4096, 8), dtype, 2)}, S, store, batch_size=512, remainder=ps.Pad(value=1)))
 
 
+def test_four_bit_floats(S: NamedSharding) -> None:
+    """They are no integers of eight bits."""
+    arrays = (np.arange(ROWS * 8) % 7).reshape(ROWS, 8).astype(ml_dtypes.float4_e2m1fn)
+    assert_alike(*both(arrays, S, batch_size=8))
+
+
 def test_however_it_is_consumed(S: NamedSharding, consume: Consume) -> None:
     for store in (None, P("data")):
         assert_alike(*both({"x": X, "y": Y}, S, store, batch_size=8, epochs=2, shuffle=True), consume)

@@ -46,6 +46,7 @@ from prefetchshard.structures import in_brackets, leaf_paths, path_text
 _jax: Any = jax
 
 IN_FLIGHT = {"cpu": 2}
+
 BURST_BYTES = 1 << 18
 """Batches up to this size go in bursts on the CPU backend, where nothing of them is waited for."""
 

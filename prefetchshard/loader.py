@@ -371,7 +371,7 @@ class Loader:
 
     def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:
         if iterator.is_live:
-            iterator.run.start()
+            iterator.run.start()  # Ctrl-C may have cut off the `iter` that made it
             return iterator
         raise UsedUpError(
             "the source is a one-shot iterator, exhausted by an earlier run of this loader (or closed): pass something that can be "

@@ -190,7 +190,7 @@ class Run:
         return not self._left
 
     def check_consumer(self) -> None:
-        """Whether the threads are in the process of this one, which takes batches.
+        """Note which thread takes batches, and refuse where this is not the process that the run's threads are in.
 
         Raises:
             UsedUpError: the run was carried into a forked child.

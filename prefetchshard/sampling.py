@@ -37,8 +37,7 @@ def _of_staged(views: Sequence[np.ndarray[Any, Any]]) -> bytes:
     digest = hashlib.blake2b(repr([view.shape for view in views]).encode(), digest_size=16)
     budget = SAMPLED_BYTES // len(views)
     for view in views:
-        flat = view.reshape(-1).view(np.uint8)
-        digest.update(flat[:: (flat.size // budget) | 1].tobytes())
+        digest.update(_spread(view, budget))
     return digest.digest()
 
 
@@ -56,6 +55,11 @@ def _of_array(array: Any, budget: int) -> bytes:
     array = np.asarray(array)  # of a masked array or a recarray, its numbers
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
+    return _spread(array, budget)
+
+
+def _spread(array: Any, budget: int) -> bytes:
+    """About so many bytes from all over a contiguous array."""
     flat = array.reshape(-1).view(np.uint8)
     # An odd stride, so that not only the lowest byte of each number is met.
     return flat[:: (flat.size // budget) | 1].tobytes()

@@ -141,9 +141,10 @@ class Placer:
         if host.memory is not None:
             host.memory.release()
             host.memory = None
-        is_late = self._is_late(host.plan)
+        plan = self._plan_of(host)
+        is_late = self._is_late(plan)
         batch = None if is_late else self._batch(flight)
-        placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, self._plan_of(host).spec)
+        placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, plan.spec)
         placed.ready_at = ready_at
         if is_late:
             placed.finish_by(partial(self._late_batch, flight))
@@ -156,9 +157,8 @@ class Placer:
         What devices compute together they begin in the same order on each; two threads that dispatch at once may mix the orders up, and
         the devices then wait for each other for ever.
         """
-        if self._gather is not None:
-            return self._gather.is_late or (self._device_transform is not None and self._gather.plan.spans_devices)
-        return self._device_transform is not None and plan.spans_devices
+        gather_is_late = self._gather is not None and self._gather.is_late
+        return gather_is_late or (self._device_transform is not None and plan.spans_devices)
 
     def _plan_of(self, host: HostBatch[Plan]) -> Plan:
         """The plan of the batch that the consumer gets."""

@@ -158,18 +158,25 @@ class Thread(threading.Thread):
         super().__init__(daemon=True)
         self.function = function
         self.result: Any = None
+        self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self.result = self.function()
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.result = error
+        except BaseException as error:  # noqa: BLE001 - whoever joins it gets it
+            self.error = error
 
     def returned(self) -> Any:
+        """What it returned; what it raised is raised."""
+        if (error := self.raised()) is not None:
+            raise error
+        return self.result
+
+    def raised(self) -> BaseException | None:
         self.join(20)
         assert not self.is_alive(), stacks([self])
-        return self.result
+        return self.error
 
 
 def no_threads() -> bool:

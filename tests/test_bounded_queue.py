@@ -14,25 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetchshard.bounded_queue import EMPTY, BoundedQueue, Ticket
-from support import Interrupts, at_every_step, interrupted_everywhere, wait_until
-
-
-class Thread(threading.Thread):
-    """Runs a function and keeps what it returned."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self.function = function
-        self.result: Any = None
-        self.start()
-
-    def run(self) -> None:
-        self.result = self.function()
-
-    def returned(self) -> Any:
-        self.join(10)
-        assert not self.is_alive()
-        return self.result
+from support import Interrupts, Thread, at_every_step, interrupted_everywhere, wait_until
 
 
 def new(capacity: int = 3, *items: Any, held: bool = False) -> BoundedQueue[Any]:

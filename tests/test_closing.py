@@ -446,7 +446,7 @@ def test_a_consumer_that_waits_ends_when_another_thread_closes(kind: str, S: Nam
     wait_until(lambda: iterator.stats().ready.receivers_waiting == 1)
     threading.Timer(0.05, gate.open).start()
     closed_in_time(iterator.close)
-    assert isinstance(consumer.returned(), StopIteration)
+    assert isinstance(consumer.raised(), StopIteration)
     assert no_threads()
 
 

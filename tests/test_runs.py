@@ -72,7 +72,7 @@ def test_threads_that_share_an_iterator_all_hear_of_its_fault(S: NamedSharding) 
                 taken.append(first(b))  # noqa: PERF401 - what came before the error is wanted
 
         threads = [Thread(consume) for _ in range(4)]
-        assert [thread.returned() for thread in threads] == [error] * 4
+        assert [thread.raised() for thread in threads] == [error] * 4
         assert sorted(taken) == list(range(9))
 
 
@@ -148,8 +148,8 @@ def test_runs_may_begin_and_close_in_many_threads(S: NamedSharding) -> None:
                 loader.close()
 
     for thread in [Thread(work) for _ in range(4)]:
-        result = thread.returned()
-        assert result is None or isinstance(result, StopIteration), result  # another one closed its run
+        error = thread.raised()
+        assert error is None or isinstance(error, StopIteration), error  # another one closed its run
     loader.close()
     assert no_threads()
 

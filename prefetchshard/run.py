@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 from prefetchshard.bounded_queue import BoundedQueue
@@ -35,6 +36,8 @@ GIVE_UP_SECONDS = 1.5
 """How long a closing run waits for a source that does not return."""
 TRANSFER_SECONDS = 60.0
 """How long it waits for the transfer thread, which never runs the source's code: only for a transfer or a compilation."""
+CONSUMER_SECONDS = 1.0
+"""How long the end of the program waits for daemon threads to come to their next batch."""
 
 _live: set[Run] = set()
 _consumers: set[int] = set()  # idents of the threads that took batches
@@ -48,11 +51,16 @@ class _Thread(threading.Thread):
 
     An interrupted `join` takes the thread for ended from then on (CPython 3.11 and 3.12), and one that is inside JAX at exit aborts the
     process.
+
+    Attributes:
+        is_done: its body has ended.
+        ends_soon: no source can hold it, once it was told to end.
     """
 
-    def __init__(self, name: str, body: Callable[[], None]) -> None:
+    def __init__(self, name: str, body: Callable[[], None], *, ends_soon: bool) -> None:
         super().__init__(target=body, name=THREAD_PREFIX + name, daemon=True)
         self.is_done = False
+        self.ends_soon = ends_soon
         self._done = Parking()
 
     def run(self) -> None:
@@ -121,11 +129,11 @@ class Run:
         self._left_lock = threading.Lock()  # guards _left
         self._has_begun = False
         self._consumer: int | None = None  # the thread that took a batch last
-        self._source_threads = [self._thread(name, body, context) for name, body in reader.bodies]
+        self._source_threads = [self._thread(name, body, context, ends_soon=False) for name, body in reader.bodies]
         moving = transfer_bodies(inbox, placer, outbox, meters, pace)
-        self.transfer_threads = [self._thread(name, body, context) for name, body in moving]
+        self.transfer_threads = [self._thread(name, body, context, ends_soon=True) for name, body in moving]
 
-    def _thread(self, name: str, body: Callable[[], None], context: JaxContext) -> _Thread:
+    def _thread(self, name: str, body: Callable[[], None], context: JaxContext, *, ends_soon: bool) -> _Thread:
         variables = contextvars.copy_context()
         variables.run(_leave_event_loop)
 
@@ -140,9 +148,11 @@ class Run:
             except BaseException as error:  # noqa: BLE001 - users' faults were caught before: this is ours, and still no reason to hang
                 self.outbox.end(error)
             finally:
-                self._thread_ended(threading.current_thread())
+                thread.ends_soon = True
+                self._thread_ended(thread)
 
-        return _Thread(name, lambda: variables.run(run))
+        thread = _Thread(name, lambda: variables.run(run), ends_soon=ends_soon)
+        return thread
 
     def start(self) -> None:
         """Begin to read, unless it has begun.
@@ -175,10 +185,10 @@ class Run:
             self._left.discard(thread)
             ended = not self._left
         if ended:
-            _live.discard(self)
             self._reader = None  # lets go of the source, also where nobody closes the run
             if self.outbox.cancelled:
                 self._clear()
+            _live.discard(self)
 
     def _clear(self) -> None:
         self.outbox.clear()
@@ -293,12 +303,16 @@ def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
 
 
 def _words(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage] - documented; the only way to a thread's stack
+    frame = _frame(thread)
     stack = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
     return (
         f"thread {thread.name} is still inside the source's own code and was given up on; it ends when that code returns. "
         f"Give the source a close() that makes it return. Its stack:\n{stack}"
     )
+
+
+def _frame(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage] - documented; the only way to a thread's stack
 
 
 def hold_daemons() -> None:
@@ -318,17 +332,42 @@ def _are_consumers_held() -> bool:
     return left.isdisjoint(sys._current_frames())  # pyright: ignore[reportPrivateUsage] - documented; costs no lock
 
 
+def _ending() -> list[threading.Thread]:
+    """The threads that end whatever a source does: also those of runs that were dropped, which are in JAX while they drop batches."""
+    return [thread for thread in threading.enumerate() if isinstance(thread, _Thread) and thread.ends_soon]
+
+
+def _wait_outside_jax(deadline: float) -> None:
+    """A source or a transform that calls JAX may be given up on where it does not return, but not inside JAX, where it compiles."""
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+    if any(map(_is_in_jax, ours)):
+        while any(map(_is_in_jax, ours)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # What JAX does last has no frames, and neither has who waits for another thread's compilation
+        _join(ours, time.monotonic() + GRACE_SECONDS)
+
+
+def _is_in_jax(thread: threading.Thread) -> bool:
+    frame = _frame(thread)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("jax."):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _close_all() -> None:
     """At exit. Threads that wait in a source may be left, what they would say is of no use any more; those that call JAX may not."""
     global _exiting
     _exiting = True
-    runs = list(_live)
     try:
-        close_runs(runs, quietly=True)
+        close_runs(list(_live), quietly=True)
         # A daemon thread that takes batches may be inside JAX too, where it drops one: it comes to its next batch first, and no further
-        _holding.wait(_are_consumers_held, GRACE_SECONDS)
-    finally:  # Ctrl-C
-        _join((thread for run in runs for thread in run.transfer_threads), time.monotonic() + TRANSFER_SECONDS)
+        _holding.wait(_are_consumers_held, CONSUMER_SECONDS)
+    finally:  # Ctrl-C too
+        deadline = time.monotonic() + TRANSFER_SECONDS
+        _join(_ending(), deadline)
+        _wait_outside_jax(deadline)
 
 
 # Registered after JAX's own clean-up, so run before it: the transfer threads have left JAX when it goes down.

@@ -127,6 +127,16 @@ import jax.numpy as jnp
 it = iter(ps.prefetch(endless((64, 64)), S, transform=lambda x: np.asarray(jnp.sin(x)), device_transform=lambda x: x + 1, workers=3))
 next(it)
 """,
+    "a transform that is being compiled": """
+tracing = threading.Event()
+@jax.jit
+def traced(x):
+    tracing.set()
+    time.sleep(3)
+    return x
+it = iter(ps.prefetch(endless(), S, transform=traced))
+tracing.wait()
+""",
     "a consumer in a daemon thread": """
 def consume():
     for batch in ps.prefetch(endless((64, 64)), S): pass
@@ -197,6 +207,27 @@ def test_the_program_ends_quietly_every_time(case: str) -> None:
 def test_what_aborts_others_does_not_abort(case: str) -> None:
     """C09: with daemon threads that nobody waits for, most of these runs end with code 134."""
     assert [outcome(done) for done in runs(QUIET[case], 4)] == [(0, "", "")] * 4
+
+
+def test_threads_that_still_drop_batches_are_waited_for() -> None:
+    """A run that was dropped ends by itself: its last thread lets go of its arrays, which is inside JAX."""
+    program = """
+import atexit
+dropping = threading.Event()
+clear = ps.run.Run._clear
+def slowly(run):
+    dropping.set()
+    time.sleep(0.3)
+    clear(run)
+ps.run.Run._clear = slowly
+atexit.unregister(ps.run._close_all)
+atexit.register(lambda: print(loader_threads()))
+atexit.register(ps.run._close_all)
+it = iter(ps.prefetch(endless(), S)); next(it)
+del it
+dropping.wait()
+"""
+    assert outcome(run(program)) == (0, "[]\n", "")
 
 
 def test_a_loader_made_after_the_end_says_so() -> None:

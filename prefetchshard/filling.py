@@ -38,14 +38,13 @@ class Assembly:
         before: the position of the batch before it in the epoch; told by this one whether it was the last.
         rows: examples in it; set before its last part is done.
         examples: what `collate` will get; None where examples are written as they come.
-        plain: its leaves, where they were found to be just as those of the first batch, and are not copied yet.
         work: what is copied in shares, and ended with the last of them.
         is_last: whether the source had no item after this one; None until it was asked.
     """
 
     __slots__ = (
-        "_closed", "_lock", "_parts", "before", "examples", "is_last", "memory", "passed", "plain", "plan", "position", "rows", "settled",
-        "ticket", "work",
+        "_closed", "_lock", "_parts", "before", "examples", "is_last", "memory", "passed", "plan", "position", "rows", "settled", "ticket",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -60,7 +59,6 @@ class Assembly:
         self.passed: dict[int, Any] = {}
         self.examples: list[Any] | None = None
         self.is_last: bool | None = None
-        self.plain: list[Any] | None = None
         self.work: Work | None = None
         self._lock = threading.Lock()  # guards opening, and the count of parts
         self._parts = parts
@@ -328,6 +326,23 @@ def _other_structure(want: Structure, got: Structure, row: int) -> BatchError:
     )
 
 
+class Parts:
+    """A batch that the source or `collate` made, taken out of its containers.
+
+    Attributes:
+        leaves: as they came.
+        structure: of the batch.
+        is_plain: they are known to be just as those of the first batch: to be copied, and nothing else.
+    """
+
+    __slots__ = ("is_plain", "leaves", "structure")
+
+    def __init__(self, leaves: list[Any], structure: Structure) -> None:
+        self.leaves = leaves
+        self.structure = structure
+        self.is_plain = False
+
+
 class Work:
     """A batch that the source or `collate` made, on its way into its memory.
 
@@ -391,17 +406,30 @@ class Wholes:
         if assembly.position.step != self._first_step and self._full_rows is None:
             self._known.wait(lambda: self._first is not None or self._stopped)
 
-    def missing(self, assembly: Assembly, batch: Any) -> int:
+    def parts(self, batch: Any) -> Parts:
+        """The batch, taken out of its containers."""
+        return Parts(*self._flatten(batch))
+
+    @property
+    def first_bytes(self) -> int | None:
+        """What the first batch of the run takes; None before there is one."""
+        return None if self._first is None else self._first.nbytes
+
+    def _is_plain(self, first: Plan, parts: Parts) -> bool:
+        if not parts.is_plain:
+            parts.is_plain = parts.structure is first.structure and first.is_plain_for(parts.leaves)
+        return parts.is_plain
+
+    def missing(self, assembly: Assembly, parts: Parts) -> int:
         """How many rows fewer it has than the first batch of the run."""
         self._wait_for_first(assembly)
         first = self._first
         if self._full_rows is None and (first is None or first.rows is None):
             return 0
-        leaves, structure = self._flatten(batch)
-        if first is not None and structure is first.structure and first.is_plain_for(leaves):
-            assembly.plain = leaves
+        if first is not None and self._is_plain(first, parts):
             return 0
-        leaves = self._filler.planner.as_host_leaves(leaves, structure)
+        structure = parts.structure
+        leaves = self._filler.planner.as_host_leaves(parts.leaves, structure)
         first = self._first_plan(leaves, structure)
         rows = rows_of(first, leaves) if first is not None and structure == first.structure else None
         return 0 if first is None or first.rows is None or rows is None else max(0, first.rows - rows)
@@ -412,34 +440,32 @@ class Wholes:
             self._first = plan_full(self._filler.planner, leaves, structure, self._full_rows)
         return self._first
 
-    def write(self, assembly: Assembly, batch: Any, *, pads: bool, examples: int | None = None) -> None:
+    def write(self, assembly: Assembly, parts: Parts, *, pads: bool, examples: int | None = None) -> None:
         """Write a batch into memory of its own and finish it; see `begin`."""
         began = self._filler.clock()
-        work = self.begin(assembly, batch, pads=pads, examples=examples)
+        work = self.begin(assembly, parts, pads=pads, examples=examples)
         self.copy_share(assembly, work)
         padded = self.end(assembly, work)
         self._meters.add(copy=self._filler.clock() - began, padded=padded)
 
-    def begin(self, assembly: Assembly, batch: Any, *, pads: bool, examples: int | None = None) -> Work:
+    def begin(self, assembly: Assembly, parts: Parts, *, pads: bool, examples: int | None = None) -> Work:
         """Plan a batch and take its memory; `copy_share` and `end` come next.
 
         Args:
             assembly: of the batch.
-            batch: that the source or `collate` made.
+            parts: of a batch that the source or `collate` made.
             pads: a batch with fewer rows than the first is filled up to as many.
             examples: from how many examples it was made; where it has a row for each, it is filled up to the batch size.
         """
         if pads:
             self._wait_for_first(assembly)
         plan = self._first
-        found, assembly.plain = assembly.plain, None
-        leaves, structure = (found, None) if found is not None else self._flatten(batch)
-        if plan is not None and (structure is None or (structure is plan.structure and plan.is_plain_for(leaves))):
+        leaves = parts.leaves
+        if plan is not None and self._is_plain(plan, parts):
             rows, is_plain = plan.rows, True
         else:
-            assert structure is not None
-            arrays = self._filler.planner.as_host_leaves(leaves, structure)
-            plan, rows, is_plain = *self._plan(arrays, structure, pads, examples), False
+            arrays = self._filler.planner.as_host_leaves(leaves, parts.structure)
+            plan, rows, is_plain = *self._plan(arrays, parts.structure, pads, examples), False
             kinds = [leaf.kind for leaf in plan.leaves]
             leaves = [leaf if kind is Kind.HOST else array for leaf, array, kind in zip(leaves, arrays, kinds, strict=True)]
         if self._first is None:
@@ -483,9 +509,9 @@ class Wholes:
         batch = hooks.collated(assembly.examples[0] if gathered else assembly.examples)
         assembly.examples = None
         self._meters.add(transform=self._filler.clock() - began)
-        self.write(assembly, batch, pads=pads, examples=assembly.rows)
+        self.write(assembly, self.parts(batch), pads=pads, examples=assembly.rows)
 
-    def refuse_or_drop(self, assembly: Assembly, batch: Any, missing: int, remainder: str | Pad) -> None:
+    def refuse_or_drop(self, assembly: Assembly, missing: int, remainder: str | Pad) -> None:
         """What becomes of a last batch that is shorter than the first one, and is not padded.
 
         Raises:

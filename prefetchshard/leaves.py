@@ -10,6 +10,7 @@ import math
 import mmap
 import operator
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -258,7 +259,7 @@ def own(value: Any, *, deep: bool = False) -> Any:
         SourceError: `deep`, and there is an object that cannot be copied.
     """
     kind = cast("Any", type(value))
-    if _is(value, _IMMUTABLE) and not _is(value, np.void):  # np.void is a view
+    if _is_immutable(value):
         return value
     if _is(value, np.ndarray):
         return _own_array(value, deep)
@@ -274,6 +275,42 @@ def own(value: Any, *, deep: bool = False) -> Any:
         parts, rebuild = children
         return rebuild([own(part, deep=deep) for part in parts])
     return _own_object(value, deep)
+
+
+def _base_references(array: AnyArray) -> int:
+    return sys.getrefcount(array.base)
+
+
+_counts_references = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
+_ALONE = next(map(sys.getrefcount, [np.empty(1)]))  # in one list, and nowhere else
+_BASE_ALONE = _base_references(np.empty(1)[:])  # held by one view, and by nobody else
+
+
+def are_unshared(leaves: list[Any]) -> bool:
+    """Whether nothing but this list leads to the memory of these leaves, so that whoever made them cannot overwrite it.
+
+    Told by CPython's counts of references; False where they do not tell.
+    """
+    if not _counts_references:
+        return False
+    counts = list(map(sys.getrefcount, leaves))  # before anything here refers to a leaf
+    return all(_is_unshared(leaf, count) for leaf, count in zip(leaves, counts, strict=True))
+
+
+def _is_unshared(leaf: Any, references: int) -> bool:
+    if type(leaf) is not np.ndarray:
+        return _is_immutable(leaf)
+    if references != _ALONE or leaf.dtype.hasobject or weakref.getweakrefcount(leaf):
+        return False
+    if leaf.flags.owndata:
+        return True
+    is_alone = _base_references(leaf) == _BASE_ALONE
+    base = leaf.base
+    return is_alone and type(base) is np.ndarray and base.flags.owndata and not weakref.getweakrefcount(base)
+
+
+def _is_immutable(value: Any) -> bool:
+    return _is(value, _IMMUTABLE) and not _is(value, np.void)  # which is a view
 
 
 def _own_array(array: AnyArray, deep: bool) -> AnyArray:

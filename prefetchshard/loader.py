@@ -279,7 +279,9 @@ class Loader:
         microbatches: k: leaves with rows become `(k, rows / k, *example)`, axis 0 not sharded; with batch_size those on the host too.
         workers: reader threads; "auto" chooses by the CPUs.
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same
-            thread). False: it never does, so that pulling and copying may overlap, and what stays on the host is the source's own.
+            thread), so an item is copied before that; but not a batch of NumPy arrays that nobody refers to any more, as CPython counts
+            it: that is copied while the source goes on. False: the source never does, so that pulling and copying may always overlap,
+            and what stays on the host is the source's own.
         depth: batches ready on the devices ahead of the one in use, at least 1.
         device_memory: bound, in bytes ("2GiB", or a number), on what is ahead of the batch in use on each device; lowers `depth` where
             needed. What cannot be kept to is an error, here where the source is arrays, else with the first batch.

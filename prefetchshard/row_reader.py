@@ -344,11 +344,12 @@ class RowReader:
         return item if hooks.transform is None else hooks.transformed(item, assembly.position.epoch, row)
 
     def _fill_whole(self, assembly: Assembly, batch: Any) -> None:
-        missing = self._wholes.missing(assembly, batch) if assembly.is_last and not self._task.pads else 0
+        parts = self._wholes.parts(batch)
+        missing = self._wholes.missing(assembly, parts) if assembly.is_last and not self._task.pads else 0
         if missing:
-            self._wholes.refuse_or_drop(assembly, batch, missing, self._task.remainder)
+            self._wholes.refuse_or_drop(assembly, missing, self._task.remainder)
         else:
-            self._wholes.write(assembly, batch, pads=self._task.pads)
+            self._wholes.write(assembly, parts, pads=self._task.pads)
 
     def _finish(self, assembly: Assembly) -> None:
         task = self._task

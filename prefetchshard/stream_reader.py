@@ -11,8 +11,8 @@ from typing import Any
 
 from prefetchshard.errors import BatchError
 from prefetchshard.faults import of_epoch
-from prefetchshard.filling import Assembly, Wholes, Work
-from prefetchshard.leaves import own
+from prefetchshard.filling import Assembly, Parts, Wholes, Work
+from prefetchshard.leaves import are_unshared, own
 from prefetchshard.parking import Parking
 from prefetchshard.reading import Line, Task, cpu_count
 from prefetchshard.retracing import Trail
@@ -28,6 +28,9 @@ COPY_BYTES_PER_SECOND = 4e9
 
 SHARE_BYTES = 4 << 20
 """A large batch is copied in shares of at least this size: waking a thread costs as much as copying some hundred kilobytes."""
+
+HAND_OVER_SECONDS = 0.001
+"""A source that takes longer than this for a batch is asked for the next one before a worker has copied it, where that can be."""
 
 
 class StreamReader:
@@ -98,7 +101,7 @@ class StreamReader:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _part(self, assembly: Assembly, work: Callable[[], None], rows: tuple[int, int] | None = None) -> _Job:
+    def _part(self, assembly: Assembly, stage: str, work: Callable[[], None], rows: tuple[int, int] | None = None) -> _Job:
         """A job that does one part of a batch, and finishes the batch where it was the last part."""
 
         def job() -> None:
@@ -106,7 +109,7 @@ class StreamReader:
                 if not self._task.out.cancelled:
                     work()
             except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
-                self._fail(assembly, error, "copying" if assembly.work is not None else "transforming", rows)
+                self._fail(assembly, error, stage, rows)
             if assembly.part_done():
                 self._copied.wake()  # first: the source may be waiting to go on
                 self._finish(assembly)
@@ -293,7 +296,8 @@ class StreamReader:
         if chunk:
             start = stop - len(chunk)
             first = assembly.position.first_row
-            self._jobs.put(self._part(assembly, lambda: self._do_chunk(assembly, start, chunk), (first + start, first + stop)))
+            work = partial(self._do_chunk, assembly, start, chunk)
+            self._jobs.put(self._part(assembly, "transforming", work, (first + start, first + stop)))
 
     def _do_chunk(self, assembly: Assembly, start: int, chunk: list[Any]) -> None:
         task = self._task
@@ -324,7 +328,7 @@ class StreamReader:
         assembly.rows = count
         if assembly.examples is not None:
             assembly.examples = assembly.examples[:count]
-            self._jobs.put(self._part(assembly, lambda: None))  # collating is work for a worker
+            self._jobs.put(self._part(assembly, "transforming", lambda: None))  # collating is work for a worker
         if assembly.close_parts():
             self._finish(assembly)
 
@@ -358,13 +362,14 @@ class StreamReader:
     # -- batches that the source makes
 
     def _read_batches(self, items: Items, epoch: int) -> bool:
-        held: tuple[Assembly, Any, int] | None = None
+        held: tuple[Assembly, Parts, int] | None = None
         last: Assembly | None = None
+        pull = self._pull if self._by_workers else self._pull_parts
         while (ticket := self._task.out.reserve()) is not None:
             position, before = self._line.position(epoch, 0, 0, None)
             assembly = Assembly(ticket, position, before)
             try:
-                item = self._pull(items)
+                item = pull(items)
                 if last is not None:
                     self._wholes.tell_last(last, item is END)
                 if held is not None:
@@ -378,6 +383,7 @@ class StreamReader:
                     return item is END and not self._task.out.cancelled
                 self._trail.mark(position, 1, items.pair)
                 held, last = self._take(assembly, item), assembly
+                del item  # the source may use its memory for the next one
             except BaseException as error:  # noqa: BLE001 - as above
                 if held is not None:
                     self._resolve(held, ended=False)  # it was read before the fault
@@ -385,35 +391,46 @@ class StreamReader:
                 return False
         return False
 
-    def _take(self, assembly: Assembly, item: Any) -> tuple[Assembly, Any, int] | None:
+    def _pull_parts(self, items: Items) -> Parts | EndType:
+        item = self._pull(items)
+        return END if item is END else self._wholes.parts(item)
+
+    def _take(self, assembly: Assembly, item: Any) -> tuple[Assembly, Parts, int] | None:
         """Write a batch, or hand it to a worker; one that is short, and may be the last, is held until that is known."""
         task = self._task
         if self._by_workers:
             self._goes_on(assembly)
             kept = self._keep(item)
-            job = self._part(assembly, lambda: self._do_batch(assembly, kept))
+            job = self._part(assembly, "transforming", partial(self._do_batch, assembly, kept))
             assembly.close_parts()
             self._jobs.put(job)
             return None
         missing = 0 if task.pads else self._wholes.missing(assembly, item)
         if missing:
-            return assembly, self._keep(item), missing
+            return assembly, Parts(self._keep(item.leaves), item.structure), missing
         self._write(assembly, item)
         return None
 
-    def _write(self, assembly: Assembly, item: Any) -> None:
-        """Copy a batch in this thread, or, where it is large, in shares by the workers too."""
+    def _write(self, assembly: Assembly, parts: Parts) -> None:
+        """Copy a batch in this thread, by a worker while the source goes on, or, where it is large, in shares by several."""
         task, wholes = self._task, self._wholes
-        began = task.clock()
-        work = wholes.begin(assembly, item, pads=task.pads)
-        shares = self._choose_shares(work)
-        if shares > 1 or (shares and not self._reuses_buffers):
-            assembly.work = work
-            jobs = [self._part(assembly, partial(wholes.copy_share, assembly, work, i, shares)) for i in range(shares)]
+        nbytes = wholes.first_bytes if self._copiers else None  # of the first one it is not known yet what it is
+        goes_on = not self._reuses_buffers or (nbytes is not None and are_unshared(parts.leaves))
+        if goes_on and nbytes is not None and nbytes < SHARE_BYTES and self._pull_seconds > HAND_OVER_SECONDS:
+            job = self._part(assembly, "copying", partial(wholes.write, assembly, parts, pads=task.pads))
             assembly.close_parts()
-            for job in jobs[1:] if self._reuses_buffers else jobs:
+            self._jobs.put(job)
+            return
+        began = task.clock()
+        work = wholes.begin(assembly, parts, pads=task.pads)
+        shares = self._choose_shares(work, goes_on)
+        if shares > 1 or (shares and goes_on):
+            assembly.work = work
+            jobs = [self._part(assembly, "copying", partial(wholes.copy_share, assembly, work, i, shares)) for i in range(shares)]
+            assembly.close_parts()
+            for job in jobs if goes_on else jobs[1:]:
                 self._jobs.put(job)
-            if self._reuses_buffers:
+            if not goes_on:
                 jobs[0]()
                 self._wait_until_read(assembly)
             task.meters.add(copy=task.clock() - began)
@@ -422,13 +439,13 @@ class StreamReader:
         task.meters.add(copy=task.clock() - began, padded=wholes.end(assembly, work))
         self._send(assembly)
 
-    def _choose_shares(self, work: Work) -> int:
+    def _choose_shares(self, work: Work, goes_on: bool) -> int:
         """Into how many shares a batch is cut; 0 where it is copied here, at once.
 
         Where the source goes on meanwhile, just as many copy as keep up with it: each that wakes takes the interpreter's lock from it.
         """
-        most = min(self._copiers + self._reuses_buffers, work.plan.nbytes // SHARE_BYTES) if work.rows else 0
-        if self._reuses_buffers or most < 1:
+        most = min(self._copiers + (not goes_on), work.plan.nbytes // SHARE_BYTES) if work.rows else 0
+        if not goes_on or most < 1:
             return most
         copying = work.plan.nbytes / COPY_BYTES_PER_SECOND
         return max(1, min(most, math.ceil(1.5 * copying / max(self._pull_seconds, 1e-6))))
@@ -446,14 +463,14 @@ class StreamReader:
             elif not self._task.out.cancelled:
                 self._jobs.put(None)
 
-    def _resolve(self, held: tuple[Assembly, Any, int], *, ended: bool) -> None:
-        assembly, item, missing = held
+    def _resolve(self, held: tuple[Assembly, Parts, int], *, ended: bool) -> None:
+        assembly, parts, missing = held
         try:
             if ended:
                 assembly.position.settle_end(True)
-                self._wholes.refuse_or_drop(assembly, item, missing, self._task.remainder)
+                self._wholes.refuse_or_drop(assembly, missing, self._task.remainder)
             else:
-                self._wholes.write(assembly, item, pads=False)
+                self._wholes.write(assembly, parts, pads=False)
                 self._send(assembly)
         except BaseException as error:  # noqa: BLE001 - as above
             self._fail(assembly, error, "reading", None)
@@ -463,8 +480,9 @@ class StreamReader:
         began = task.clock()
         item = self._transformed(item, assembly, assembly.position.batches - 1)
         task.meters.add(transform=task.clock() - began)
-        missing = 0 if task.pads else self._wholes.missing(assembly, item)
+        parts = self._wholes.parts(item)
+        missing = 0 if task.pads else self._wholes.missing(assembly, parts)
         if missing and self._wholes.is_last(assembly):
-            self._wholes.refuse_or_drop(assembly, item, missing, task.remainder)
+            self._wholes.refuse_or_drop(assembly, missing, task.remainder)
         else:
-            self._wholes.write(assembly, item, pads=task.pads)
+            self._wholes.write(assembly, parts, pads=task.pads)

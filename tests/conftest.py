@@ -73,6 +73,14 @@ def R(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+@pytest.fixture(scope="module")
+def slow_sources() -> Generator[None]:
+    """Every source counts as one that takes long enough for its batches to be copied by workers, where it does not hold on to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefetchshard.stream_reader.HAND_OVER_SECONDS", -1.0)
+        yield
+
+
 @pytest.fixture(params=WAYS)
 def consume(request: pytest.FixtureRequest) -> Consume:
     """Runs the test once for each way to consume: `for`, and `async for` on asyncio and on trio."""

@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import prefetchshard as ps
 from support import aligned
 
+pytestmark = pytest.mark.usefixtures("slow_sources")
+
 DTYPES = ["bool", "int8", "uint16", "int32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128", ">i4", ">f8"]
 SMALL_DTYPES = [ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, ml_dtypes.int4]
 

@@ -1,0 +1,260 @@
+"""A source that may reuse its buffers is asked for the next batch only once the last one is copied, unless nobody could overwrite it:
+the counts of references tell. Whichever way a source holds on to what it yielded, its writing there changes no batch (law 3)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import prefetchshard as ps
+from prefetchshard.filling import Wholes
+from prefetchshard.leaves import are_unshared
+
+pytestmark = pytest.mark.usefixtures("slow_sources")
+BATCHES = 6
+SHAPE = (8, 64)
+Overwrite = Callable[[], None]
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def fresh(i: int) -> np.ndarray:
+    return np.full(SHAPE, i, np.float32)
+
+
+# --- how a source may hold on to what it yields: a batch, and what overwrites it
+
+
+def the_array(i: int) -> tuple[Any, Overwrite]:
+    x = fresh(i)
+    return x, lambda: x.fill(-1)
+
+
+def the_container(i: int) -> tuple[Any, Overwrite]:
+    batch = {"x": fresh(i)}
+    return batch, lambda: batch["x"].fill(-1)
+
+
+def a_container_inside(i: int) -> tuple[Any, Overwrite]:
+    inside = [fresh(i)]
+    return {"deep": (inside, fresh(i))}, lambda: inside[0].fill(-1)
+
+
+def a_view(i: int) -> tuple[Any, Overwrite]:
+    x = fresh(i)
+    view = x[2:5]
+    return x, lambda: view.fill(-1)
+
+
+def its_base(i: int) -> tuple[Any, Overwrite]:
+    base = np.full((10, 64), i, np.float32)
+    return base[1:9], lambda: base.fill(-1)
+
+
+def a_view_of_its_base(i: int) -> tuple[Any, Overwrite]:
+    base = np.full((10, 64), i, np.float32)
+    view = base[3:]
+    return base[1:9], lambda: view.fill(-1)
+
+
+def a_view_with_another_shape(i: int) -> tuple[Any, Overwrite]:
+    flat = np.full(8 * 64, i, np.float32)
+    return flat.reshape(SHAPE), lambda: flat.fill(-1)
+
+
+def a_buffer(i: int) -> tuple[Any, Overwrite]:
+    x = fresh(i)
+    buffer = memoryview(x)
+    return x, lambda: np.asarray(buffer).fill(-1)
+
+
+def its_bytes(i: int) -> tuple[Any, Overwrite]:
+    memory = bytearray(fresh(i).tobytes())
+    return np.frombuffer(memory, np.float32).reshape(SHAPE), lambda: memory.__setitem__(slice(0, 64), b"\xff" * 64)
+
+
+def mapped_memory(i: int) -> tuple[Any, Overwrite]:
+    memory = mmap.mmap(-1, fresh(i).nbytes)
+    np.frombuffer(memory, np.float32)[:] = i
+    return np.frombuffer(memory, np.float32).reshape(SHAPE), lambda: memory.__setitem__(slice(0, 64), b"\xff" * 64)
+
+
+def a_pointer(i: int) -> tuple[Any, Overwrite]:
+    x = fresh(i)
+    pointer = x.ctypes.data_as(ctypes.c_void_p)
+    return x, lambda: (ctypes.memset(pointer, 255, 64), None)[1]
+
+
+def foreign_memory(i: int) -> tuple[Any, Overwrite]:
+    memory = (ctypes.c_float * (8 * 64))(*fresh(i).ravel())
+    return np.ctypeslib.as_array(memory).reshape(SHAPE), lambda: (ctypes.memset(memory, 255, 64), None)[1]
+
+
+def an_array_interface(i: int) -> tuple[Any, Overwrite]:
+    class Owner:
+        def __init__(self) -> None:
+            self.memory = fresh(i)
+            self.__array_interface__ = self.memory.__array_interface__
+
+    owner = Owner()
+    return np.asarray(owner), lambda: owner.memory.fill(-1)
+
+
+def a_capsule(i: int) -> tuple[Any, Overwrite]:
+    x = fresh(i)
+    return np.from_dlpack(x), lambda: x.fill(-1)
+
+
+def a_weak_reference(i: int) -> tuple[Any, Overwrite]:
+    x = fresh(i)
+    reference = weakref.ref(x)
+
+    def overwrite() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.fill(-1)
+
+    return x, overwrite
+
+
+def a_weak_reference_to_its_base(i: int) -> tuple[Any, Overwrite]:
+    base = np.full((10, 64), i, np.float32)
+    reference = weakref.ref(base)
+
+    def overwrite() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.fill(-1)
+
+    return base[1:9], overwrite
+
+
+HELD = (
+    the_array, the_container, a_container_inside, a_view, its_base, a_view_of_its_base, a_view_with_another_shape, a_buffer, its_bytes,
+    mapped_memory, a_pointer, foreign_memory, an_array_interface, a_capsule, a_weak_reference, a_weak_reference_to_its_base,
+)  # fmt: skip
+
+UNSHARED: dict[str, Callable[[int], Any]] = {
+    "an array": fresh,
+    "a dict": lambda i: {"x": fresh(i), "y": np.full(8, i)},  # int64: to be narrowed
+    "leaves that nobody can change": lambda i: {"x": fresh(i), "y": jax.numpy.full(8, i), "z": float(i), "n": np.int32(i)},
+    "containers": lambda i: (Pair(fresh(i), [fresh(i)]), {"z": None}),
+    "a view of what nobody has": lambda i: np.full((64, 8), i, np.float32).T,
+    "another shape of what nobody has": lambda i: np.full(8 * 64, i, np.float32).reshape(SHAPE),
+}
+
+
+class Watched:
+    """Puts itself where a worker writes a batch that the source's thread handed over: it waits until `until` is set, and then writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handed = 0
+        self.until = threading.Event()
+        write = Wholes.write
+
+        def late(*args: Any, **kwargs: Any) -> None:
+            self.handed += 1
+            assert self.until.wait(10)
+            write(*args, **kwargs)
+
+        monkeypatch.setattr(Wholes, "write", late)
+        monkeypatch.setattr("prefetchshard.stream_reader.cpu_count", lambda: 4)
+
+
+def values(batches: list[Any]) -> list[list[float]]:
+    return [np.unique(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(batch)])).tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("hold", HELD)
+def test_what_the_source_can_still_reach_is_copied_first(hold: Any, S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+
+    def source() -> Iterator[Any]:
+        for i in range(BATCHES):
+            batch, overwrite = hold(i)
+            box = [batch]
+            del batch
+            yield box.pop()
+            overwrite()
+            watched.until.set()  # who has not copied yet copies what was overwritten
+
+    assert values(list(ps.prefetch(source(), S))) == [[i] for i in range(BATCHES)]
+    assert watched.handed == 0
+
+
+@pytest.mark.parametrize("make", UNSHARED.values(), ids=UNSHARED)
+def test_a_source_goes_on_where_nobody_can_reach_what_it_made(
+    make: Callable[[int], Any], S: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+
+    def source() -> Iterator[Any]:
+        for i in range(BATCHES):
+            yield make(i)
+            if i == 1:  # the first is looked at more closely
+                watched.until.set()  # or the second waits for ever
+
+    assert values(list(ps.prefetch(source(), S))) == [[i] for i in range(BATCHES)]
+    assert watched.handed == BATCHES - 1
+
+
+def test_a_failure_in_a_batch_that_was_handed_over_comes_in_its_place(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    watched.until.set()
+    write = Wholes.write
+
+    def faulty(wholes: Wholes, assembly: Any, parts: Any, **options: Any) -> None:
+        if assembly.position.step == 3:
+            raise RuntimeError("boom")
+        write(wholes, assembly, parts, **options)
+
+    monkeypatch.setattr(Wholes, "write", faulty)
+    got: list[Any] = []
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        got.extend(ps.prefetch((fresh(i) for i in range(BATCHES)), S))
+    assert any("while copying" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("hold", HELD)
+def test_references_tell_who_holds_what(hold: Any) -> None:
+    batch, overwrite = hold(0)
+    leaves = jax.tree.leaves(batch)
+    del batch
+    shared = not are_unshared(leaves)
+    assert shared, overwrite
+
+
+@pytest.mark.parametrize("make", UNSHARED.values(), ids=UNSHARED)
+def test_references_tell_that_nobody_does(make: Callable[[int], Any]) -> None:
+    batch = make(0)
+    leaves = jax.tree.leaves(batch)
+    del batch
+    assert are_unshared(leaves)
+
+
+def test_an_array_that_is_in_a_batch_twice() -> None:
+    leaves = [fresh(0)] * 2
+    assert not are_unshared(leaves)
+
+
+def test_what_holds_other_objects_is_shared() -> None:
+    leaves: list[Any] = [np.array([[fresh(0)], None], object)]
+    assert not are_unshared(leaves)
+
+
+def test_without_counts_everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefetchshard.leaves._counts_references", False)
+    leaves = [fresh(0)]
+    assert not are_unshared(leaves)

@@ -3,8 +3,9 @@
     python bench/overlap.py [--steps 60] [--rounds 3]
 
 Sources and steps sleep (a step runs on devices, not on the host), so the ideal is known: the slower of the two, a step. The figure is
-ideal over measured, the median of the rounds, counted from the second batch on. Beside prefetchshard: grain, where it is installed, with
-the same work in the same run.
+ideal over measured, the median of the rounds, counted from the second batch on. Beside prefetchshard, in the same run: grain, where it is
+installed, with the same work; and "alone", what a loader that takes no time at all would reach: the slower of the source alone and the
+step alone, which take longer than they are asked to sleep.
 """
 
 from __future__ import annotations
@@ -76,6 +77,17 @@ def efficiency(batches: Iterator[Any], step: float, ideal: float) -> float:
     return ideal * (steps + 1) / (time.perf_counter() - began)
 
 
+def alone(seconds: float, step: float, workers: int) -> float:
+    """Seconds a step where the slower of source and step runs alone, 30 times."""
+    began = time.perf_counter()
+    for _ in generator(seconds, 30):
+        pass
+    made = time.perf_counter()
+    for _ in range(30):
+        time.sleep(step)
+    return max((made - began) / workers, time.perf_counter() - made) / 30
+
+
 def first_batch(depth: int, sharding: NamedSharding) -> float:
     """Time to the first ready batch over the time of reading one with one worker: a dataset of examples, 100 ms a batch."""
 
@@ -121,16 +133,17 @@ def main() -> None:
     print(
         f"{os.cpu_count()} cores, {len(jax.devices())} {jax.devices()[0].platform} devices, jax {jax.__version__}, Python {sys.version.split()[0]}"
     )
-    print(f"{'':42s} prefetchshard   {'grain' if has_grain else '(grain is not installed)'}")
+    print(f"{'':42s} prefetchshard   alone   {'grain' if has_grain else '(grain is not installed)'}")
     for name, source, step, workers, ours in cases:
         ideal = max(source / workers, step)
         length = 3 * n if source < 0.01 else n
-        pairs = []
+        rounds = []
         for _ in range(args.rounds):
             mine = efficiency(ours(), step, ideal)
             theirs = efficiency(through_grain(source, length, workers, sharding), step, ideal) if has_grain else float("nan")
-            pairs.append((mine, theirs))
-        print(f"{name:42s} {statistics.median(a for a, _ in pairs):13.3f}   {statistics.median(b for _, b in pairs):.3f}")
+            rounds.append((mine, ideal / alone(source, step, workers), theirs))
+        prefetchshard, best, grain = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"{name:42s} {prefetchshard:13.3f}   {best:.3f}   {grain:.3f}")
     for depth in (1, 2, 8):
         print(f"first batch over reading one batch, depth {depth}: {first_batch(depth, sharding):.2f}")
 

@@ -209,7 +209,7 @@ class Blueprint:
             return 2 if self.batch_size is not None else 1 + self.workers
         if hooks and self.batch_size is None:
             return 1 + self.workers
-        # Where the source goes on while the last item is still being copied, one more covers the waits for the interpreter's lock.
+        # Where the source always goes on while the last item is still being copied, one more covers the waits for the interpreter's lock.
         return 2 if hooks or not self._settings.reuses_buffers else 1
 
     @property

@@ -410,10 +410,15 @@ class Wholes:
         """The batch, taken out of its containers."""
         return Parts(*self._flatten(batch))
 
+    def plain_bytes(self, parts: Parts) -> int | None:
+        """What is to be copied of a batch that is just like the first one of the run; None where it may be another."""
+        first = self._first
+        return first.nbytes if first is not None and self._is_plain(first, parts) else None
+
     @property
-    def first_bytes(self) -> int | None:
-        """What the first batch of the run takes; None before there is one."""
-        return None if self._first is None else self._first.nbytes
+    def has_first(self) -> bool:
+        """Whether the first batch of the run was planned."""
+        return self._first is not None
 
     def _is_plain(self, first: Plan, parts: Parts) -> bool:
         if not parts.is_plain:

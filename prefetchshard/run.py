@@ -38,6 +38,13 @@ TRANSFER_SECONDS = 60.0
 """How long it waits for the transfer thread, which never runs the source's code: only for a transfer or a compilation."""
 CONSUMER_SECONDS = 1.0
 """How long the end of the program waits for daemon threads to come to their next batch."""
+LOOK_SECONDS = 0.2
+"""How long the end of the program looks whether a source that was given up on calls JAX."""
+QUIET_SECONDS = 1.0
+"""How long one that does must have stayed away from JAX."""
+
+_OF_TREES = ("jax.tree", "jax._src.tree")
+"""Modules of JAX that call back what they are given, and compute nothing."""
 
 _live: set[Run] = set()
 _consumers: set[int] = set()  # idents of the threads that took batches
@@ -54,7 +61,7 @@ class _Thread(threading.Thread):
 
     Attributes:
         is_done: its body has ended.
-        ends_soon: no source can hold it, once it was told to end.
+        ends_soon: no code of the source's holds it, once it was told to end.
     """
 
     def __init__(self, name: str, body: Callable[[], None], *, ends_soon: bool) -> None:
@@ -125,7 +132,7 @@ class Run:
         self._helpers = reader.helpers
         self._close_failures = reader.close_failures
         self._closers: list[threading.Thread] = []
-        self._left: set[threading.Thread] = set()
+        self._left: set[_Thread] = set()
         self._left_lock = threading.Lock()  # guards _left
         self._has_begun = False
         self._consumer: int | None = None  # the thread that took a batch last
@@ -144,13 +151,13 @@ class Run:
                     self.cancel()
                     return
                 with context.in_force():
-                    body()
+                    bodies.pop()()  # and lets go of it: what it holds of the source goes with `_reader`
             except BaseException as error:  # noqa: BLE001 - users' faults were caught before: this is ours, and still no reason to hang
                 self.outbox.end(error)
             finally:
-                thread.ends_soon = True
                 self._thread_ended(thread)
 
+        bodies = [body]
         thread = _Thread(name, lambda: variables.run(run), ends_soon=ends_soon)
         return thread
 
@@ -180,12 +187,15 @@ class Run:
                     self._thread_ended(thread)
             raise
 
-    def _thread_ended(self, thread: threading.Thread) -> None:
+    def _thread_ended(self, thread: _Thread) -> None:
         with self._left_lock:
             self._left.discard(thread)
+            is_read = self._left.isdisjoint(self._source_threads)
             ended = not self._left
+        if is_read:
+            self._reader = None  # lets go of the source, whose own code that may run, also where nobody closes the run
+        thread.ends_soon = True
         if ended:
-            self._reader = None  # lets go of the source, also where nobody closes the run
             if self.outbox.cancelled:
                 self._clear()
             _live.discard(self)
@@ -338,19 +348,28 @@ def _ending() -> list[threading.Thread]:
 
 
 def _wait_outside_jax(deadline: float) -> None:
-    """A source or a transform that calls JAX may be given up on where it does not return, but not inside JAX, where it compiles."""
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
-    if any(map(_is_in_jax, ours)):
-        while any(map(_is_in_jax, ours)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        # What JAX does last has no frames, and neither has who waits for another thread's compilation
-        _join(ours, time.monotonic() + GRACE_SECONDS)
+    """A source or a transform may be given up on where it does not return, but not where it computes with JAX, or compiles.
+
+    Frames tell it, so only what JAX does in Python: a thread counts as inside JAX until it was not seen there for `QUIET_SECONDS`, as
+    the calls of compiled functions, and waiting for another thread's compilation, have no frames.
+    """
+    last_seen = time.monotonic() - QUIET_SECONDS + LOOK_SECONDS
+    while (now := time.monotonic()) < deadline:
+        left = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+        if not left:
+            return
+        if any(map(_is_in_jax, left)):
+            last_seen = now
+        elif now - last_seen > QUIET_SECONDS:
+            return
+        left[0].join(0.02)
 
 
 def _is_in_jax(thread: threading.Thread) -> bool:
     frame = _frame(thread)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("jax."):
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("jax.") and not name.startswith(_OF_TREES):
             return True
         frame = frame.f_back
     return False

@@ -100,6 +100,7 @@ class StreamReader:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # while the next one is waited for it would hold what it copied
 
     def _part(self, assembly: Assembly, stage: str, work: Callable[[], None], rows: tuple[int, int] | None = None) -> _Job:
         """A job that does one part of a batch, and finishes the batch where it was the last part."""
@@ -134,7 +135,8 @@ class StreamReader:
                 assembly.drop_memory()
                 return
             if assembly.work is not None:
-                task.meters.add(padded=self._wholes.end(assembly, assembly.work))
+                work, assembly.work = assembly.work, None
+                task.meters.add(padded=self._wholes.end(assembly, work))
             elif assembly.examples is not None:
                 self._wholes.collate(assembly, task.hooks, pads=task.pads, gathered=False)
             elif task.batch_size is not None:
@@ -414,19 +416,22 @@ class StreamReader:
     def _write(self, assembly: Assembly, parts: Parts) -> None:
         """Copy a batch in this thread, by a worker while the source goes on, or, where it is large, in shares by several."""
         task, wholes = self._task, self._wholes
-        nbytes = wholes.first_bytes if self._copiers else None  # of the first one it is not known yet what it is
-        goes_on = not self._reuses_buffers or (nbytes is not None and are_unshared(parts.leaves))
-        if goes_on and nbytes is not None and nbytes < SHARE_BYTES and self._pull_seconds > HAND_OVER_SECONDS:
-            job = self._part(assembly, "copying", partial(wholes.write, assembly, parts, pads=task.pads))
+        goes_on = not self._reuses_buffers or (self._copiers > 0 and wholes.has_first and are_unshared(parts.leaves))
+        is_slow = goes_on and self._copiers > 0 and self._pull_seconds > HAND_OVER_SECONDS
+        nbytes = wholes.plain_bytes(parts) if is_slow else None
+        if nbytes is not None and nbytes < SHARE_BYTES:  # nothing of it can fail, or is to be planned in order
+            job = self._part(assembly, "reading", partial(wholes.write, assembly, parts, pads=task.pads))
             assembly.close_parts()
             self._jobs.put(job)
             return
         began = task.clock()
         work = wholes.begin(assembly, parts, pads=task.pads)
         shares = self._choose_shares(work, goes_on)
+        if is_slow and work.plan.nbytes:
+            shares = max(1, shares)
         if shares > 1 or (shares and goes_on):
             assembly.work = work
-            jobs = [self._part(assembly, "copying", partial(wholes.copy_share, assembly, work, i, shares)) for i in range(shares)]
+            jobs = [self._part(assembly, "reading", partial(wholes.copy_share, assembly, work, i, shares)) for i in range(shares)]
             assembly.close_parts()
             for job in jobs if goes_on else jobs[1:]:
                 self._jobs.put(job)

@@ -137,6 +137,18 @@ def traced(x):
 it = iter(ps.prefetch(endless(), S, transform=traced))
 tracing.wait()
 """,
+    "a source that computes with JAX for a while": """
+computing = threading.Event()
+def source():
+    x = jax.numpy.ones((64, 64))
+    yield np.asarray(x)
+    computing.set()
+    end = time.monotonic() + 3
+    while time.monotonic() < end: x = jax.numpy.tanh(x @ x) + 1
+    yield np.asarray(x)
+it = iter(ps.prefetch(source(), S)); next(it)
+computing.wait()
+""",
     "a consumer in a daemon thread": """
 def consume():
     for batch in ps.prefetch(endless((64, 64)), S): pass
@@ -314,17 +326,55 @@ def test_sys_exit(where: str) -> None:
     assert outcome(run(program)) == (3, "", "")
 
 
-def test_a_blocked_source_holds_the_program_for_seconds_at_most() -> None:
-    program = """
+BLOCKED = {
+    "in its own code": """
 its = [iter(ps.prefetch(blocked(), S)) for _ in range(8)]
 for it in its: next(it)
+""",
+    "in its destructor": """
+class Source:
+    def __iter__(self): return self
+    def __next__(self):
+        inside.set()
+        dropped.wait()
+        return np.ones(8)
+    def __del__(self):
+        print("transfer" not in threading.current_thread().name, flush=True)
+        deleting.set()
+        time.sleep(1000)
+inside, dropped, deleting = (threading.Event() for _ in range(3))
+it = iter(ps.prefetch(Source(), S))
+inside.wait()
+del it
+dropped.set()
+deleting.wait()
+""",
+    "below a function over trees": """
+def source():
+    yield np.ones(8)
+    blocked_at.set()
+    jax.tree.map(lambda leaf: time.sleep(1000), [1, 2])
+blocked_at = threading.Event()
+it = iter(ps.prefetch(source(), S)); next(it)
+blocked_at.wait()
+""",
+}
+
+
+@pytest.mark.parametrize("where", BLOCKED)
+def test_a_blocked_source_holds_the_program_for_seconds_at_most(where: str) -> None:
+    program = (
+        BLOCKED[where]
+        + """
 import atexit
 began = time.monotonic()
 atexit.unregister(ps.run._close_all)
 atexit.register(lambda: print(time.monotonic() - began < 5))
 atexit.register(ps.run._close_all)
 """
-    assert outcome(run(program)) == (0, "True\n", "")
+    )
+    done = run(program)
+    assert (done.returncode, set(done.stdout.split()), done.stderr) == (0, {"True"}, "")
 
 
 # --- Ctrl-C

@@ -4,10 +4,11 @@ the counts of references tell. Whichever way a source holds on to what it yielde
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +17,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.filling import Wholes
+from prefetchshard.filling import Parts, Wholes, Work
 from prefetchshard.leaves import are_unshared
+from support import wait_until
 
 pytestmark = pytest.mark.usefixtures("slow_sources")
 BATCHES = 6
@@ -157,19 +159,20 @@ UNSHARED: dict[str, Callable[[int], Any]] = {
 
 
 class Watched:
-    """Puts itself where a worker writes a batch that the source's thread handed over: it waits until `until` is set, and then writes."""
+    """Puts itself where a worker copies a batch that the source's thread handed over: it waits until `until` is set, and then copies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.handed = 0
         self.until = threading.Event()
-        write = Wholes.write
+        copy = Wholes.copy_share
 
-        def late(*args: Any, **kwargs: Any) -> None:
-            self.handed += 1
-            assert self.until.wait(10)
-            write(*args, **kwargs)
+        def late(*args: Any) -> None:
+            if threading.current_thread().name.startswith("prefetchshard-reader"):
+                self.handed += 1
+                assert self.until.wait(10)
+            copy(*args)
 
-        monkeypatch.setattr(Wholes, "write", late)
+        monkeypatch.setattr(Wholes, "copy_share", late)
         monkeypatch.setattr("prefetchshard.stream_reader.cpu_count", lambda: 4)
 
 
@@ -213,18 +216,58 @@ def test_a_source_goes_on_where_nobody_can_reach_what_it_made(
 def test_a_failure_in_a_batch_that_was_handed_over_comes_in_its_place(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     watched.until.set()
-    write = Wholes.write
+    copy = Wholes.copy_share
 
-    def faulty(wholes: Wholes, assembly: Any, parts: Any, **options: Any) -> None:
+    def faulty(wholes: Wholes, assembly: Any, *share: Any) -> None:
         if assembly.position.step == 3:
             raise RuntimeError("boom")
-        write(wholes, assembly, parts, **options)
+        copy(wholes, assembly, *share)
 
-    monkeypatch.setattr(Wholes, "write", faulty)
+    monkeypatch.setattr(Wholes, "copy_share", faulty)
     got: list[Any] = []
     with pytest.raises(RuntimeError, match="boom") as caught:
         got.extend(ps.prefetch((fresh(i) for i in range(BATCHES)), S))
-    assert any("while copying" in note for note in caught.value.__notes__)
+    assert any("while reading" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["plain", "narrowed"])
+def test_nobody_holds_what_was_copied(dtype: Any, S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    watched.until.set()
+    ending = threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield from (np.full(SHAPE, i, dtype) for i in range(BATCHES))
+        ending.wait()
+
+    with ps.prefetch(source(), S) as loader:
+        iterator = iter(loader)
+        for _ in range(BATCHES):
+            next(iterator)
+        wait_until(lambda: not any(type(value) is Parts for value in gc.get_objects()))
+        wait_until(lambda: not any(type(value) is Work for value in gc.get_objects()))
+        ending.set()
+    assert watched.handed == BATCHES - 1
+
+
+def test_what_is_on_the_devices_is_not_handed_over(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to copy of it."""
+    watched = Watched(monkeypatch)
+    source = (jax.device_put(fresh(i), S) for i in range(BATCHES))
+    assert values(list(ps.prefetch(source, S))) == [[i] for i in range(BATCHES)]
+    assert watched.handed == 0
+
+
+def test_an_async_source_goes_on_too(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    watched.until.set()
+
+    async def source() -> AsyncIterator[Any]:
+        for i in range(50):
+            yield fresh(i)
+
+    assert values(list(ps.prefetch(source(), S))) == [[i] for i in range(50)]
+    assert watched.handed > 0  # not each: the loop may not have come to letting go of it
 
 
 @pytest.mark.parametrize("hold", HELD)

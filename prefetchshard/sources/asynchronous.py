@@ -175,6 +175,7 @@ class _Pump:
                 if item is END and error is None:
                     break
                 self._reply(item, error)
+                del item, error  # while the next one is waited for, whoever took it has it alone
         finally:
             await self._close_iterator()
         if not self._stopped:
@@ -257,7 +258,8 @@ class _Pump:
         return item
 
     def _taken_answer(self) -> tuple[Any, BaseException | None] | None:
-        return self._answer
+        answer, self._answer = self._answer, None
+        return answer
 
     def wait_over(self, timeout_seconds: float | None) -> None:
         self._answered.wait(lambda: self._over, timeout_seconds)

@@ -98,7 +98,7 @@ class BoundedQueue(Generic[T]):
 
     Attributes:
         in_bursts: the items are small, so that taking turns for the interpreter's lock costs more than making them: who waits is woken, for
-            the first `BURST_SECONDS`, only where the queue is more than half full, or less than half. May be set at any time.
+            the first `BURST_SECONDS`, only where the queue is full, or holds one item at most. May be set at any time.
         senders: that wait for room.
         receivers: that wait for an item, event loops too.
     """
@@ -263,12 +263,12 @@ class BoundedQueue(Generic[T]):
     def tell_receivers(self) -> None:
         """An item was sent."""
         self.receivers.wake()
-        if self._lazy_receivers and 2 * len(self._line) > self.capacity:
+        if self._lazy_receivers and len(self._line) + self._unreleased >= self.capacity:
             self._lazy_receivers.wake()
 
     def _tell_senders(self) -> None:
         self.senders.wake()
-        if self._lazy_senders and 2 * (len(self._line) + self._unreleased) < self.capacity:
+        if self._lazy_senders and len(self._line) + self._unreleased <= 1:
             self._lazy_senders.wake()
 
     def _wake_all(self) -> None:

@@ -22,7 +22,7 @@ from prefetchshard.packing import Packing
 from prefetchshard.planning import MASK, Kind, Plan
 from prefetchshard.shardings import replicated_like
 from prefetchshard.statistics import Meters
-from prefetchshard.transfer import explicit, from_movable, is_key, put, to_movable
+from prefetchshard.transfer import explicit, from_movable, is_jax_array, is_key, put, to_movable
 
 _jax: Any = jax
 _jnp: Any = jnp
@@ -49,15 +49,43 @@ class Pace:
 
 
 class Flight:
-    """A transfer on its way."""
+    """A transfer on its way.
 
-    __slots__ = ("arrays", "dispatched_at", "host", "step")
+    Attributes:
+        host: what is put.
+        arrays: on their way; `_Late` where the consumer's thread has yet to dispatch one.
+        step: for the key of a `device_transform`.
+        dispatched_at: seconds of the run's clock.
+        is_late: whether there is a `_Late` among the arrays.
+    """
 
-    def __init__(self, host: HostBatch[Plan], arrays: list[Any], step: Any, dispatched_at: float) -> None:
+    __slots__ = ("arrays", "dispatched_at", "host", "is_late", "step")
+
+    def __init__(self, host: HostBatch[Plan], arrays: list[Any], step: Any, dispatched_at: float, *, is_late: bool) -> None:
         self.host = host
         self.arrays = arrays
         self.step = step
         self.dispatched_at = dispatched_at
+        self.is_late = is_late
+
+
+class _Late:
+    """A leaf that lies on several devices, and on which they compute before it is as it shall be: moved, padded, or cut."""
+
+    __slots__ = ("_index", "_path", "_plan", "_shape", "_sharding", "_value")
+
+    def __init__(self, plan: Plan, n: int, value: Any) -> None:
+        self._plan = plan
+        self._index = plan.put_order[n]
+        self._shape = plan.put_shapes[n]
+        self._sharding = plan.put_shardings[n]
+        self._path = plan.put_paths[n]
+        self._value = value
+
+    def put(self) -> Any:
+        with explicit():
+            value = _device_leaf(self._plan, self._index, self._shape, self._value)
+        return put([value], [self._sharding], paths=[self._path])[0]
 
 
 class RowGather(Protocol):
@@ -128,21 +156,23 @@ class Placer:
             shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
         began = self._clock()
-        arrays = put(leaves, shardings, paths=paths)
+        is_late = any(type(leaf) is _Late for leaf in leaves)
+        arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)
         step = arrays.pop() if wants_key else step_value(host.position.step)
-        return Flight(host, arrays, step, began)
+        return Flight(host, arrays, step, began, is_late=is_late)
 
     def land(self, flight: Flight) -> PlacedBatch:
         """Wait until a transfer is ready, and put its batch together."""
         for array in flight.arrays:
-            array.block_until_ready()
+            if type(array) is not _Late:
+                array.block_until_ready()
         host = flight.host
         ready_at = self._clock()
         if host.memory is not None:
             host.memory.release()
             host.memory = None
         plan = self._plan_of(host)
-        is_late = self._is_late(plan)
+        is_late = flight.is_late or self._is_late(plan)
         batch = None if is_late else self._batch(flight)
         placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, plan.spec)
         placed.ready_at = ready_at
@@ -168,6 +198,9 @@ class Placer:
         host = flight.host
         arrays = flight.arrays
         plan = self._plan_of(host)
+        if flight.is_late:
+            with self._context.set_aside():
+                arrays = [array.put() if type(array) is _Late else array for array in arrays]
         if host.plan.packing is not None or self._gather is not None:
             with self._context.set_aside():
                 arrays = arrays if host.plan.packing is None else _unpacked(host.plan.packing, arrays)
@@ -206,14 +239,31 @@ def _to_put(host: HostBatch[Plan]) -> tuple[list[Any], list[Any], list[str]]:
     return [memory.slab, *(_leaf_to_put(host, n) for n in others)], shardings, ["(small leaves)", *(plan.put_paths[n] for n in others)]
 
 
+def _put_but_late(leaves: list[Any], shardings: list[Any], paths: list[str]) -> list[Any]:
+    """Put those leaves that need not wait for the consumer's thread."""
+    now = [n for n, leaf in enumerate(leaves) if type(leaf) is not _Late]
+    placed = put([leaves[n] for n in now], [shardings[n] for n in now], paths=[paths[n] for n in now])
+    arrays = list(leaves)
+    for n, array in zip(now, placed, strict=True):
+        arrays[n] = array
+    return arrays
+
+
 def _leaf_to_put(host: HostBatch[Plan], n: int) -> Any:
     plan, memory = host.plan, host.memory
     index, shape = plan.put_order[n], plan.put_shapes[n]
     if memory is not None and (index == MASK or plan.leaves[index].kind is Kind.STAGED):
         view = memory.views[n]
         return view if view.shape == shape else view.reshape(shape)
+    value = host.passed.pop(index)
+    if is_jax_array(value) and len(value.sharding.device_set) > 1 and _is_to_change(value, shape, plan.put_shardings[n]):
+        return _Late(plan, n, value)
     with explicit():
-        return _device_leaf(plan, index, shape, host.passed.pop(index))
+        return _device_leaf(plan, index, shape, value)
+
+
+def _is_to_change(value: Any, shape: tuple[int, ...], sharding: Any) -> bool:
+    return value.shape != shape or not value.sharding.is_equivalent_to(sharding, value.ndim)
 
 
 def _unpacked(packing: Packing, arrays: list[Any]) -> list[Any]:

@@ -198,11 +198,9 @@ class Placer:
         host = flight.host
         arrays = flight.arrays
         plan = self._plan_of(host)
-        if flight.is_late:
+        if flight.is_late or host.plan.packing is not None or self._gather is not None:
             with self._context.set_aside():
-                arrays = [array.put() if type(array) is _Late else array for array in arrays]
-        if host.plan.packing is not None or self._gather is not None:
-            with self._context.set_aside():
+                arrays = [array.put() if type(array) is _Late else array for array in arrays] if flight.is_late else arrays
                 arrays = arrays if host.plan.packing is None else _unpacked(host.plan.packing, arrays)
                 arrays = arrays if self._gather is None else self._gather(arrays)
         if self._device_transform is None:

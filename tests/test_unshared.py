@@ -119,28 +119,23 @@ def a_capsule(i: int) -> tuple[Any, Overwrite]:
     return np.from_dlpack(x), lambda: x.fill(-1)
 
 
-def a_weak_reference(i: int) -> tuple[Any, Overwrite]:
-    x = fresh(i)
-    reference = weakref.ref(x)
-
+def filling(reference: weakref.ref[np.ndarray]) -> Overwrite:
     def overwrite() -> None:
         alive = reference()
         if alive is not None:
             alive.fill(-1)
 
-    return x, overwrite
+    return overwrite
+
+
+def a_weak_reference(i: int) -> tuple[Any, Overwrite]:
+    x = fresh(i)
+    return x, filling(weakref.ref(x))
 
 
 def a_weak_reference_to_its_base(i: int) -> tuple[Any, Overwrite]:
     base = np.full((10, 64), i, np.float32)
-    reference = weakref.ref(base)
-
-    def overwrite() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.fill(-1)
-
-    return base[1:9], overwrite
+    return base[1:9], filling(weakref.ref(base))
 
 
 HELD = (

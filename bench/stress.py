@@ -32,7 +32,7 @@ import prefetchshard as ps
 from bench.place import use_devices
 from bench.stress_cases import Case, make_case
 from bench.stress_sums import Sums, device_sums, host_sums
-from prefetchshard import stream_reader
+from prefetchshard.reading import stream_reader
 from prefetchshard.testing import poisoned_staging
 
 _jax: Any = jax

@@ -9,32 +9,32 @@
 iterator that already yields batches. Where things are: README.md in the package's folder.
 """
 
-from prefetchshard.batches import BatchSpec as BatchSpec
-from prefetchshard.batches import LeafSpec as LeafSpec
-from prefetchshard.batches import Position as Position
-from prefetchshard.config import HOST as HOST
-from prefetchshard.config import Pad as Pad
-from prefetchshard.config import PerDevice as PerDevice
-from prefetchshard.errors import BatchError as BatchError
-from prefetchshard.errors import ConfigError as ConfigError
-from prefetchshard.errors import LeafTypeError as LeafTypeError
-from prefetchshard.errors import NarrowingError as NarrowingError
-from prefetchshard.errors import PlacementError as PlacementError
-from prefetchshard.errors import PrefetchError as PrefetchError
-from prefetchshard.errors import PrefetchWarning as PrefetchWarning
-from prefetchshard.errors import SourceError as SourceError
-from prefetchshard.errors import StateError as StateError
-from prefetchshard.errors import StuckThreadWarning as StuckThreadWarning
-from prefetchshard.errors import UsedUpError as UsedUpError
+from prefetchshard.base.batches import BatchSpec as BatchSpec
+from prefetchshard.base.batches import LeafSpec as LeafSpec
+from prefetchshard.base.batches import Position as Position
+from prefetchshard.base.config import HOST as HOST
+from prefetchshard.base.config import Pad as Pad
+from prefetchshard.base.config import PerDevice as PerDevice
+from prefetchshard.base.errors import BatchError as BatchError
+from prefetchshard.base.errors import ConfigError as ConfigError
+from prefetchshard.base.errors import LeafTypeError as LeafTypeError
+from prefetchshard.base.errors import NarrowingError as NarrowingError
+from prefetchshard.base.errors import PlacementError as PlacementError
+from prefetchshard.base.errors import PrefetchError as PrefetchError
+from prefetchshard.base.errors import PrefetchWarning as PrefetchWarning
+from prefetchshard.base.errors import SourceError as SourceError
+from prefetchshard.base.errors import StateError as StateError
+from prefetchshard.base.errors import StuckThreadWarning as StuckThreadWarning
+from prefetchshard.base.errors import UsedUpError as UsedUpError
+from prefetchshard.iterator import LoaderIterator as LoaderIterator
 from prefetchshard.loader import Loader as Loader
-from prefetchshard.loader import LoaderIterator as LoaderIterator
 from prefetchshard.loader import prefetch as prefetch
-from prefetchshard.meshes import make_mesh as make_mesh
-from prefetchshard.meshes import process_data_shard as process_data_shard
-from prefetchshard.report import describe as describe
+from prefetchshard.measuring.stats import Stats as Stats
+from prefetchshard.resuming.loader_state import LoaderState as LoaderState
+from prefetchshard.sharding.meshes import make_mesh as make_mesh
+from prefetchshard.sharding.meshes import process_data_shard as process_data_shard
 from prefetchshard.sources.asynchronous import from_this_loop as from_this_loop
 from prefetchshard.sources.device_arrays import OnDevice as OnDevice
-from prefetchshard.state import LoaderState as LoaderState
-from prefetchshard.statistics import Stats as Stats
+from prefetchshard.telling.describe import describe as describe
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from prefetchshard.cli import main
+from prefetchshard.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

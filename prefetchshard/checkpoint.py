@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from prefetchshard.errors import ConfigError, StateError
-from prefetchshard.state import LoaderState
+from prefetchshard.base.errors import ConfigError, StateError
+from prefetchshard.resuming.loader_state import LoaderState
 
 _COMMON = "state"
 

@@ -1,251 +1,27 @@
-"""`Loader` and `LoaderIterator`: what to read and where to put it, and one run of it."""
+"""`Loader`: what to read and where to put it."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Literal
 
-from prefetchshard import aio
-from prefetchshard.agreement import OneProcess
-from prefetchshard.batches import BatchSpec, LeafSpec, PlacedBatch, Position
-from prefetchshard.bounded_queue import EMPTY, EmptyType
-from prefetchshard.building import Blueprint
-from prefetchshard.clock import MONOTONIC
-from prefetchshard.config import Narrow, PerDevice, Remainder, Settings
-from prefetchshard.errors import BatchError, ConfigError, PrefetchWarning, UsedUpError
-from prefetchshard.faults import note, presentable
-from prefetchshard.jax_context import JaxContext
-from prefetchshard.limits import parse_bytes
-from prefetchshard.reading import Cursor
-from prefetchshard.resuming import Progress
-from prefetchshard.run import Run, close_runs, hold_daemons
-from prefetchshard.state import LoaderState
-from prefetchshard.statistics import Stats
+from prefetchshard.base.agreement import OneProcess
+from prefetchshard.base.batches import BatchSpec
+from prefetchshard.base.clock import MONOTONIC
+from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
+from prefetchshard.base.errors import ConfigError, UsedUpError
+from prefetchshard.base.limits import parse_bytes
+from prefetchshard.building.run_factory import RunFactory
+from prefetchshard.iterator import LoaderIterator
+from prefetchshard.measuring.stats import Stats
+from prefetchshard.queues import async_waiting as aio
+from prefetchshard.resuming.loader_state import LoaderState
+from prefetchshard.resuming.start_point import HandedOut
+from prefetchshard.running.run import Run, close_runs
 
-__all__ = ["Loader", "LoaderIterator", "prefetch"]
-
-
-class LoaderIterator:
-    """One run of a loader: its threads, and the batches in order, for a `for` and for an `async for` loop.
-
-    Thread safety: every method may be called from any thread; threads and tasks that share an iterator share its batches, each going
-    to one of them.
-    """
-
-    def __init__(self, blueprint: Blueprint, start: Cursor) -> None:
-        self._blueprint = blueprint
-        self._progress = Progress(start)
-        self._failure: BaseException | None = None
-        self._traceback: TracebackType | None = None
-        self._over = False
-        self._run = blueprint.build(start)
-        self._meters = self._run.meters
-        self._outbox = self._run.outbox
-        self._clock = self._run.clock
-        # An iterator that nobody holds any more tells its threads so; they hold the run, never the iterator.
-        weakref.finalize(self, self._run.abandon).atexit = False
-
-    # -- sync
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        began = self._clock()
-        self._run.check_consumer()
-        while (batch := self._take(began)) is EMPTY:
-            if self._outbox.is_over():
-                break
-            self._blueprint.check_thread()
-            self._outbox.wait_ready()
-        else:
-            return batch
-        self._stop(began)
-        self._close_at_end()
-        end = self._failure_or(StopIteration())
-        try:
-            raise end
-        finally:
-            del self, end  # the traceback holds this frame
-
-    def _take(self, began: float) -> Any | EmptyType:
-        """The next batch, or EMPTY."""
-        item: PlacedBatch | EmptyType = EMPTY
-        try:
-            item = self._outbox.take_nowait()
-            return EMPTY if item is EMPTY else self._hand_out(item, began)
-        except BaseException:  # Ctrl-C: it is the next one again
-            if item is not EMPTY:
-                self._outbox.untake(item)
-            raise
-
-    def _hand_out(self, item: PlacedBatch, began: float) -> Any | EmptyType:
-        if item.finish is not None and (not self._finish(item) or self._outbox.cancelled):
-            return EMPTY
-        meters = self._meters
-        now = self._clock()
-        if meters.first_next_at is None:
-            meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
-            self._blueprint.learn_in_passing(item, x64=self._run.context.x64)
-            meters.first_next_at = began
-        # No call from here on, so no Ctrl-C in between: it is handed out and counted, or neither.
-        meters.stall_seconds += now - began
-        meters.last_next_at = now
-        meters.batches += 1
-        meters.rows += item.rows
-        meters.bytes += item.bytes
-        progress, position = self._progress, item.position
-        if progress.position is None or position.step > progress.position.step:  # threads that share the run come here in any order
-            progress.position = position
-        return item.batch
-
-    def _finish(self, item: PlacedBatch) -> bool:
-        """Make a batch that is for this thread to make. False: it could not be made, which ends the run."""
-        try:
-            item.finished()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - raised as what comes from the other threads is
-            self._outbox.break_off(note(presentable(error, "placing"), "placing", item.position))
-            return False
-        return True
-
-    def _stop(self, began: float) -> None:
-        """The first time that nothing more comes: keep why, and move the loader on where the run ended by itself."""
-        if self._over or self._run.closed:
-            return
-        now = self._clock()
-        if self._meters.first_next_at is None:
-            self._meters.first_next_at = began
-        self._meters.stall_seconds += now - began
-        self._meters.last_next_at = now
-        if not self._has_failed():
-            self._progress.end = self._blueprint.ended(self._progress.start, self._progress.position)
-        self._over = True  # last: who shares the iterator goes by it
-
-    def _has_failed(self) -> bool:
-        """Keep the failure that ended the run, where one did, as it came: each time that it is raised its traceback grows."""
-        failure = self._outbox.failure
-        if failure is not None:
-            if self._failure is None:
-                self._traceback = failure.__traceback__
-                self._failure = failure
-            self._outbox.forget_failure()
-        return self._failure is not None
-
-    def _close_at_end(self) -> None:
-        if self._run.closed:  # by somebody else, who waits for the threads
-            hold_daemons()
-            return
-        try:
-            self._run.close()
-        except PrefetchWarning:  # where warnings are errors; the fault of the source comes first
-            if self._failure is None:
-                raise
-
-    def _failure_or(self, end: BaseException) -> BaseException:
-        return end if self._failure is None else self._failure.with_traceback(self._traceback)
-
-    # -- async
-
-    def __aiter__(self) -> LoaderIterator:
-        return self
-
-    async def __anext__(self) -> Any:
-        began = self._clock()
-        self._run.check_consumer()
-        await aio.checkpoint()
-        while (batch := self._take(began)) is EMPTY:
-            if self._outbox.is_over():
-                break
-            await aio.wait_ready(self._outbox)
-        else:
-            return batch
-        self._stop(began)
-        if self._run.closed:
-            hold_daemons()
-        else:
-            await aio.in_thread(self._close_at_end)
-        end = self._failure_or(StopAsyncIteration())
-        try:
-            raise end
-        finally:
-            del self, end  # the traceback holds this frame
-
-    # -- both
-
-    @property
-    def run(self) -> Run:
-        """Its threads and queues, for the loader."""
-        return self._run
-
-    @property
-    def position(self) -> Position | None:
-        """Where the last batch that was handed out stands in the data; None before the first."""
-        return self._progress.position
-
-    def state(self) -> LoaderState:
-        """Where the run stands after the batches that were handed out, whatever was read ahead; consumes nothing, never waits.
-
-        `Loader(..., state=...)` with it goes on with the next batch, bit for bit. After the end of the run it is the beginning of the
-        next one; after `close()` and after an error it still speaks of the batches handed out before. It is a value: going on does not
-        change it. From any thread, also while another one takes batches: it is then the state after some whole number of them.
-        """
-        return self._progress.state(self._blueprint.fingerprint)
-
-    def stats(self) -> Stats:
-        """What the run has done so far, and where its time went."""
-        return self._run.stats()
-
-    def close(self) -> None:
-        """Stop the run, and wait, in bounded time, until its threads have ended. Later `next()` end at once."""
-        close_runs([self._run])
-
-    async def aclose(self) -> None:
-        """`close` without blocking the event loop; from any task, and also while that task is being cancelled."""
-        await aio.in_thread(self._run.close)
-
-    @property
-    def progress(self) -> Progress:
-        """What was handed out; the loader keeps it when the run is gone."""
-        return self._progress
-
-    @property
-    def is_live(self) -> bool:
-        """Whether more may come: it neither ended, nor failed, nor was closed."""
-        return not self._over and not self._run.closed
-
-    def learn_spec(self) -> tuple[LeafSpec, ...]:
-        """What the next batch looks like; waits for it and leaves it where it is.
-
-        Raises:
-            BatchError: there is none.
-        """
-        self._blueprint.check_thread()
-        while not self._outbox.is_over():
-            self._outbox.wait_ready()
-            item = self._outbox.peek_nowait()
-            if item is not EMPTY and (item.finish is None or self._finish(item)):
-                return self._blueprint.learn_spec(item, x64=self._run.context.x64)
-        self._has_failed()
-        end = self._failure_or(BatchError("the source has no batch, so it cannot be told what one looks like"))
-        try:
-            raise end
-        finally:
-            del self, end  # the traceback holds this frame
-
-    def is_under_these_settings(self) -> bool:
-        """Whether the JAX settings in force in this thread are those of the run."""
-        return self._run.context == JaxContext()
-
-    def __repr__(self) -> str:
-        state = "live" if self.is_live else "failed" if self._failure is not None else "ended" if self._over else "closed"
-        ready = self._outbox.stats()
-        at = "" if self.position is None else f", at {self.position!r}"
-        return f"<LoaderIterator {state}: {ready.ready} of {ready.capacity} batches ready{at}>"
+__all__ = ["Loader", "prefetch"]
 
 
 class Loader:
@@ -342,17 +118,17 @@ class Loader:
             host_memory=parse_bytes("host_memory", host_memory),
             snapshot_every=snapshot_every,
         )
-        self._blueprint = Blueprint(source, sharding, settings, OneProcess(), MONOTONIC)
+        self._factory = RunFactory(source, sharding, settings, OneProcess(), MONOTONIC)
         self._lock = threading.RLock()  # guards the start of runs
         self._runs: list[tuple[weakref.ref[LoaderIterator], Run]] = []
         self._only: LoaderIterator | None = None  # the run over a one-shot source
         self._asked: LoaderIterator | None = None  # a run that `spec` started, for the next `iter`
         if state is not None:
-            self._blueprint.go_on_from(state)
-        self._last = Progress(self._blueprint.cursor)  # of the run that was started last
+            self._factory.go_on_from(state)
+        self._last = HandedOut(self._factory.cursor)  # of the run that was started last
 
     def __iter__(self) -> LoaderIterator:
-        self._blueprint.check_process()
+        self._factory.check_process()
         with self._lock:
             if self._only is not None:
                 return self._the_only_run(self._only)
@@ -362,11 +138,11 @@ class Loader:
         return iter(self)
 
     def _start(self) -> LoaderIterator:
-        iterator = LoaderIterator(self._blueprint, self._blueprint.cursor)
+        iterator = LoaderIterator(self._factory, self._factory.cursor)
         self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
         self._runs.append((weakref.ref(iterator), iterator.run))
         self._last = iterator.progress
-        if self._blueprint.one_shot:
+        if self._factory.one_shot:
             self._only = iterator
         iterator.run.start()  # last: what Ctrl-C leaves of it is known here
         return iterator
@@ -396,9 +172,9 @@ class Loader:
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).stats()")
         if live:
             return live[0].stats()
-        if self._blueprint.last_run is None:
+        if self._factory.last_run is None:
             raise ConfigError("this loader has not run yet")
-        return self._blueprint.last_run.stats()
+        return self._factory.last_run.stats()
 
     def state(self) -> LoaderState:
         """The state of the only live run; of none: where the run that was started last stopped.
@@ -413,7 +189,7 @@ class Loader:
         live = self.live_runs()
         if len(live) > 1:
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).state()")
-        return live[0].state() if live else self._last.state(self._blueprint.fingerprint)
+        return live[0].state() if live else self._last.state(self._factory.fingerprint)
 
     def spec(self) -> BatchSpec:
         """What a batch looks like: path to shape, dtype, sharding and bytes a device.
@@ -423,7 +199,7 @@ class Loader:
         Raises:
             BatchError: the source has no batch.
         """
-        leaves = self._blueprint.known_spec()
+        leaves = self._factory.known_spec()
         if leaves is None:
             run = self._run_to_look_at()
             try:
@@ -433,14 +209,14 @@ class Loader:
                 raise
             finally:
                 del run
-        return BatchSpec(leaves, self._blueprint.ahead)
+        return BatchSpec(leaves, self._factory.ahead)
 
     def _run_to_look_at(self) -> LoaderIterator:
         with self._lock:
             if self._only is not None:
                 return self._the_only_run(self._only)
             iterator = self._take_over() or self._start()
-            self._asked = None if self._blueprint.one_shot else iterator
+            self._asked = None if self._factory.one_shot else iterator
             return iterator
 
     def _take_over(self) -> LoaderIterator | None:
@@ -462,7 +238,7 @@ class Loader:
         Raises:
             TypeError: it is not known (no length, or epochs=None).
         """
-        return self._blueprint.steps()
+        return self._factory.steps()
 
     def __bool__(self) -> bool:
         """Always true: `if loader:` asks whether there is one, and many have no length."""
@@ -496,8 +272,8 @@ class Loader:
 
     def __repr__(self) -> str:
         live = self.live_runs()
-        state = f"{len(live)} live run{'s' if len(live) != 1 else ''}" if live else self._blueprint.rest()
-        return f"<Loader over {self._blueprint.describe()}: {state}>"
+        state = f"{len(live)} live run{'s' if len(live) != 1 else ''}" if live else self._factory.rest()
+        return f"<Loader over {self._factory.describe()}: {state}>"
 
 
 def prefetch(source: Any, sharding: Any = None, **options: Any) -> Loader:

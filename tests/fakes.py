@@ -25,7 +25,7 @@ def nothing(i: int) -> None:
     del i
 
 
-class Items:
+class OpenSource:
     """An iterator over batches 0, 1, ...; notes when it is closed."""
 
     def __init__(self, count: int, act: Act = nothing) -> None:
@@ -57,11 +57,11 @@ class Iterable:
     def __init__(self, count: int, act: Act = nothing) -> None:
         self.count = count
         self.act = act
-        self.given: list[Items] = []
+        self.given: list[OpenSource] = []
         self.closed = 0
 
-    def __iter__(self) -> Items:
-        self.given.append(Items(self.count, self.act))
+    def __iter__(self) -> OpenSource:
+        self.given.append(OpenSource(self.count, self.act))
         return self.given[-1]
 
     def close(self) -> None:
@@ -118,11 +118,11 @@ async def async_generator(count: int, act: Act = nothing) -> AsyncIterator[np.nd
         yield batch(i)
 
 
-class AsyncItems:
+class OpenAsyncIterator:
     """An async iterator that is no generator."""
 
     def __init__(self, count: int, act: Act = nothing) -> None:
-        self.items = Items(count, act)
+        self.items = OpenSource(count, act)
 
     def __aiter__(self) -> AsyncIterator[np.ndarray]:
         return self
@@ -145,12 +145,12 @@ class AsyncIterable:
 
 
 STREAMS: dict[str, Callable[..., Any]] = {
-    "iterator": Items,
+    "iterator": OpenSource,
     "iterable": Iterable,
     "generator": generator,
     "factory": factory,
     "async generator": async_generator,
-    "async iterator": AsyncItems,
+    "async iterator": OpenAsyncIterator,
     "async iterable": AsyncIterable,
 }
 SOURCES: dict[str, Callable[..., Any]] = {**STREAMS, "dataset": Dataset, "dataset of many": Manyset}

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from consumers import BACKENDS
-from prefetchshard.bounded_queue import QueueStats
+from prefetchshard.queues.bounded_queue import QueueStats
 from support import loader_threads, run_python
 
 PATIENCE_SECONDS = 30

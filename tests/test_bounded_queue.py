@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetchshard.bounded_queue import EMPTY, BoundedQueue, Ticket
+from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue, Ticket
 from support import Interrupts, Thread, at_every_step, interrupted_everywhere, wait_until
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import prefetchshard as ps
-from prefetchshard import cli
-from prefetchshard.errors import ConfigError
+from prefetchshard.app import cli
+from prefetchshard.base.errors import ConfigError
 from support import run_command
 
 
@@ -37,7 +37,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: py
 
 
 def test_settings_that_cannot_work_are_said_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    demo = pytest.importorskip("prefetchshard.demo")
+    demo = pytest.importorskip("prefetchshard.app.demo")
 
     def refuse(options: object) -> int:
         raise ConfigError("batch_size=63 does not divide")
@@ -51,7 +51,7 @@ def test_settings_that_cannot_work_are_said_in_one_line(monkeypatch: pytest.Monk
 def test_a_missing_extra_is_named(module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import prefetchshard
 
-    monkeypatch.delitem(sys.modules, "prefetchshard.demo", raising=False)
+    monkeypatch.delitem(sys.modules, "prefetchshard.app.demo", raising=False)
     monkeypatch.delattr(prefetchshard, "demo", raising=False)
     monkeypatch.setattr(sys, "meta_path", [_Missing(module), *sys.meta_path])
     for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:

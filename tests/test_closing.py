@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from fakes import SOURCES, Dataset, Examples, Gate, Items, Iterable, batch, factory, first, generator, nothing
+from fakes import SOURCES, Dataset, Examples, Gate, Iterable, OpenSource, batch, factory, first, generator, nothing
 from support import Thread, ended, loader_threads, no_threads, wait_until
 
 BOUND_SECONDS = 4.0
@@ -31,8 +31,8 @@ ENDLESS = 10**9
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives up earlier than it does by itself, for the many tests of what it does then."""
-    monkeypatch.setattr("prefetchshard.run.GRACE_SECONDS", 0.1)
-    monkeypatch.setattr("prefetchshard.run.GIVE_UP_SECONDS", 0.3)
+    monkeypatch.setattr("prefetchshard.running.run.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("prefetchshard.running.run.GIVE_UP_SECONDS", 0.3)
 
 
 every_source = pytest.mark.parametrize("kind", SOURCES)
@@ -276,7 +276,7 @@ def test_closing_again_does_nothing(kind: str, S: NamedSharding) -> None:
 
 
 def test_closing_what_never_ran(S: NamedSharding) -> None:
-    source = Items(3)
+    source = OpenSource(3)
     loader = ps.prefetch(source, S)
     loader.close()
     with loader:
@@ -349,7 +349,7 @@ def test_a_transform_may_close(kind: str, whole_loader: bool, S: NamedSharding) 
 def test_the_sources_own_close_may_close_the_loader(S: NamedSharding) -> None:
     runs: list[Any] = []
 
-    class Owner(Items):
+    class Owner(OpenSource):
         def close(self) -> None:
             super().close()
             runs[0].close()
@@ -685,7 +685,7 @@ def test_memory_of_a_stuck_thread_is_not_used_again(S: NamedSharding) -> None:
     entered.wait(10)
     with pytest.warns(ps.StuckThreadWarning):
         first_run.close()
-    assert iter(loader)._blueprint is first_run._blueprint  # pyright: ignore[reportPrivateUsage] - one ring for both
+    assert iter(loader)._factory is first_run._factory  # pyright: ignore[reportPrivateUsage] - one ring for both
     second: list[Any] = []
     for i, value in enumerate(loader):
         second.append(value)
@@ -704,7 +704,7 @@ def test_memory_of_a_stuck_thread_is_not_used_again(S: NamedSharding) -> None:
 
 def test_a_one_shot_iterator_is_closed_once_in_its_own_thread(S: NamedSharding) -> None:
     for use in (exhaust, leave_the_with, close_iterator):
-        source = Items(20)
+        source = OpenSource(20)
         use(ps.prefetch(source, S))
         assert source.closed == 1
         assert source.closed_in == "prefetchshard-source"
@@ -767,7 +767,7 @@ def test_a_close_that_blocks(blocked: bool, S: NamedSharding) -> None:
     gate = Gate(2)
     may_end = threading.Event()
 
-    class Source(Items):
+    class Source(OpenSource):
         def close(self) -> None:
             may_end.wait()
 
@@ -790,7 +790,7 @@ def test_a_close_that_fails_is_told(blocked: bool, error: BaseException, S: Name
     """Nobody is there any more to whom it could be raised."""
     gate = Gate(2)
 
-    class Source(Items):
+    class Source(OpenSource):
         def close(self) -> None:
             gate.open()
             raise error
@@ -809,12 +809,12 @@ def test_a_close_that_fails_is_told(blocked: bool, error: BaseException, S: Name
 
 def test_what_was_opened_for_an_epoch_is_closed_with_it(S: NamedSharding) -> None:
     """Before the next epoch's is opened: files and connections do not pile up."""
-    opened: list[Items] = []
+    opened: list[OpenSource] = []
     most = 0
 
-    def make() -> Items:
+    def make() -> OpenSource:
         nonlocal most
-        opened.append(Items(3))
+        opened.append(OpenSource(3))
         most = max(most, sum(items.closed == 0 for items in opened))
         return opened[-1]
 
@@ -907,7 +907,7 @@ def test_a_thread_that_cannot_be_started(fails_at: int, S: NamedSharding, monkey
     loader.close()
     assert [first(b) for b in loader] == [0, 1, 2]
     gc.collect()
-    from prefetchshard.run import _live  # pyright: ignore[reportPrivateUsage]
+    from prefetchshard.running.run import _live  # pyright: ignore[reportPrivateUsage]
 
     wait_until(lambda: not _live)
 

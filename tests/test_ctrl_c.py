@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from fakes import Gate, Items, Iterable, first, generator
+from fakes import Gate, Iterable, OpenSource, first, generator
 from support import Interrupts, ended, interrupted_everywhere, no_threads, wait_until
 
 ENDLESS = 10**9
@@ -74,7 +74,7 @@ def test_an_interrupted_iter_leaves_no_run_behind(one_shot: bool, S: NamedShardi
 
     def prepare() -> None:
         nonlocal loader
-        loader = ps.prefetch(Items(3) if one_shot else Iterable(3), S, transform=lambda x: x, workers=1)
+        loader = ps.prefetch(OpenSource(3) if one_shot else Iterable(3), S, transform=lambda x: x, workers=1)
 
     refused = places = 0
     for _ in interrupted_everywhere(prepare, lambda: iter(loader)):  # pyright: ignore[reportArgumentType]

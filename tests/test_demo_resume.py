@@ -68,7 +68,7 @@ from pathlib import Path
 import jax, numpy as np
 from rich.console import Console
 
-from prefetchshard import demo
+from prefetchshard.app import demo
 
 folder, epochs, every, use_async = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "async"
 digits, learn, end, save = demo.digits, demo.Job.learn, demo.Display.end, demo.Job.save
@@ -184,7 +184,7 @@ def test_the_demo_killed_again_and_again(way: str, every: int, kills: int, demo_
 
 
 def test_the_unfinished_file_of_a_killed_save_is_in_nobodys_way(tmp_path: Path) -> None:
-    from prefetchshard import demo
+    from prefetchshard.app import demo
 
     checkpoint = demo.Checkpoint(tmp_path)
     assert checkpoint.load() is None

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, joined, values
-from prefetchshard.device_work import DeviceTransform
+from prefetchshard.placing.device_transform import DeviceTransform
 from support import wait_until
 
 P = PartitionSpec

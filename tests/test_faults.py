@@ -22,8 +22,8 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import prefetchshard as ps
-from fakes import SOURCES, STREAMS, Dataset, Examples, Items, batch, factory, first, generator
-from prefetchshard.faults import note, presentable
+from fakes import SOURCES, STREAMS, Dataset, Examples, OpenSource, batch, factory, first, generator
+from prefetchshard.base.faults import note, safe_to_raise
 from support import loader_threads, wait_until
 
 
@@ -384,7 +384,7 @@ def test_closing_the_source_at_its_end_fails(kind: str, fault: str, S: NamedShar
     error = MAKERS[fault]()
     bomb = Bomb(0, error)
 
-    class Source(Items):
+    class Source(OpenSource):
         def close(self) -> None:
             bomb(0)
 
@@ -394,7 +394,7 @@ def test_closing_the_source_at_its_end_fails(kind: str, fault: str, S: NamedShar
 
     class AsyncSource:
         def __init__(self) -> None:
-            self.items = Items(3)
+            self.items = OpenSource(3)
 
         def __aiter__(self) -> Any:
             return self
@@ -659,7 +659,7 @@ def test_a_run_that_failed_starts_over(S: NamedSharding) -> None:
 
 
 def test_notes_say_where() -> None:
-    from prefetchshard.batches import EpochEnd, Position
+    from prefetchshard.base.batches import EpochEnd, Position
 
     position = Position(run=0, epoch=2, step=7, first_row=16, rows=24, batches=3, end=EpochEnd())
     assert notes(note(ValueError(), "reading", position)) == ["prefetchshard: while reading batch 7 (epoch 2, rows 16 to 23 of the epoch)"]
@@ -685,15 +685,15 @@ def test_an_error_that_takes_no_note_is_kept() -> None:
 @pytest.mark.parametrize("name", CONTROL_FLOW)
 def test_control_flow_gets_a_stand_in(name: str) -> None:
     error = CONTROL_FLOW[name]()
-    shown = presentable(error, "transforming")
+    shown = safe_to_raise(error, "transforming")
     assert isinstance(shown, ps.SourceError)
     assert isinstance(shown, RuntimeError)
     assert shown.__cause__ is error
     assert type(error).__name__ in str(shown)
-    assert presentable(shown, "placing") is shown
+    assert safe_to_raise(shown, "placing") is shown
 
 
 def test_without_trio_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ValueError()
     monkeypatch.delitem(sys.modules, "trio")
-    assert presentable(error, "reading") is error
+    assert safe_to_raise(error, "reading") is error

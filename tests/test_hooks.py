@@ -218,7 +218,7 @@ def test_transforms_run_in_the_workers_side_by_side(S: NamedSharding, consume: C
 
 
 def test_a_transform_owns_the_example_that_it_gets(S: NamedSharding) -> None:
-    def spoil(example: Any) -> Any:
+    def distrust(example: Any) -> Any:
         example["image"] *= -1
         example["record"]["a"] = 99
         example["extra"] = example["image"].sum()
@@ -226,7 +226,7 @@ def test_a_transform_owns_the_example_that_it_gets(S: NamedSharding) -> None:
 
     source = {"image": np.arange(16 * 4, dtype=np.float32).reshape(16, 4), "record": np.ones(16, [("a", np.int32)])}
     kept = {name: leaf.copy() for name, leaf in source.items()}
-    seen = sync(ps.Loader(source, S, batch_size=8, transform=spoil, epochs=2))
+    seen = sync(ps.Loader(source, S, batch_size=8, transform=distrust, epochs=2))
     assert all(np.array_equal(source[name], kept[name]) for name in source)
     assert np.array_equal(joined(seen, lambda b: b["image"]), -np.concatenate([kept["image"]] * 2))
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import prefetchshard as ps
 from consumers import Consume, batches, consumer
-from prefetchshard.jax_context import JaxContext
+from prefetchshard.base.jax_context import JaxContext
 
 P = PartitionSpec
 sync = consumer("sync")

@@ -14,21 +14,56 @@ from support import PACKAGE, REPOSITORY, run_python
 # By rank, lowest first. A file imports only from files of a lower rank. A subpackage has one rank for all its files, unless a
 # file of it is named by itself; its `__init__.py` may import the files beside it.
 LAYERS = [
-    ["agreement", "clock", "errors", "jax_context", "parking"],
-    ["batches", "bounded_queue", "config", "limits", "meshes", "order", "sources.dataset", "state", "structures"],
-    ["faults", "leaves", "shardings", "sources.stateful", "staging", "transfer"],
-    ["packing", "pinned", "placement", "sources.arrays", "sources.iterables", "statistics"],
-    ["device_work", "hooks", "planning", "sources.asynchronous", "sources.device_arrays"],
-    ["aio", "full_batches", "gathering", "sampling", "sources", "stages"],
-    ["filling", "on_device"],
-    ["reading", "source_checks"],
-    ["resuming", "retracing", "row_reader", "run"],
-    ["stream_reader"],
-    ["building"],
-    ["loader", "report", "testing"],
+    [
+        "base.agreement",
+        "base.clock",
+        "base.errors",
+        "base.jax_context",
+        "base.waiters",
+        "base.event_loop",
+        "base",
+        "ordering",
+        "sharding",
+        "leaves",
+        "staging",
+        "queues",
+        "measuring",
+        "planning",
+        "resuming",
+        "reading",
+        "placing",
+        "on_device",
+        "running",
+        "building",
+        "telling",
+        "app",
+    ],
+    [
+        "base.batches",
+        "queues.bounded_queue",
+        "base.config",
+        "base.limits",
+        "sharding.meshes",
+        "ordering.epoch_order",
+        "sources.dataset",
+        "resuming.loader_state",
+        "sharding.batch_tree",
+    ],
+    ["base.faults", "leaves.converting", "sharding.leaf_sharding", "sources.stateful", "staging.aliased", "placing.transfer"],
+    ["planning.packing", "staging.pinned", "sharding.rules", "sources.arrays", "sources.iterables", "measuring.stats"],
+    ["placing.device_transform", "reading.user_functions", "planning.planner", "sources.asynchronous", "sources.device_arrays"],
+    ["queues.async_waiting", "planning.full_batches", "on_device.gathering", "resuming.sampling", "sources", "placing.transfer_loops"],
+    ["reading.filling", "on_device.store"],
+    ["reading.reading_plan", "testing.source_checks"],
+    ["resuming.start_point", "resuming.replay", "reading.row_reader", "running.run"],
+    ["reading.stream_reader"],
+    ["building.run_factory"],
+    ["iterator"],
+    ["loader", "telling.describe", "testing.fakes"],
+    ["testing"],
     ["__init__", "checkpoint"],
-    ["demo"],  # a user of the public names
-    ["cli"],
+    ["app.demo"],  # a user of the public names
+    ["app.cli"],
     ["__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -36,7 +71,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CORE_DEPENDENCIES = {"jax", "numpy", "anyio", "msgspec"}
 USES_EXTRAS = {
     "checkpoint",
-    "demo",
+    "app.demo",
 }  # may import what an extra brings as soon as it is imported itself; nothing imports it before it is used
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -138,7 +173,7 @@ def test_importing_the_package_does_nothing() -> None:
         import jax
 
         assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
-        heavy = {"torch", "tensorflow", "grain", "datasets", "optax", "orbax", "rich", "sklearn", "trio", "prefetchshard.demo"}
+        heavy = {"torch", "tensorflow", "grain", "datasets", "optax", "orbax", "rich", "sklearn", "trio", "prefetchshard.app.demo"}
         assert not heavy & set(sys.modules), heavy & set(sys.modules)
         jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has been started
         assert jax.device_count() == 3

@@ -23,7 +23,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
-from prefetchshard.leaves import as_array, own, stack_on_host
+from prefetchshard.leaves.converting import as_array, private_copy, stack_on_host
 
 ROWS = 8
 X = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 2)
@@ -683,14 +683,14 @@ def test_what_is_shared_and_what_is_copied() -> None:
         if not isinstance(duck, jax.Array):
             assert np.shares_memory(as_array(duck), as_array(duck))
     held = {"a": [X, (X,)], "t": "text", "n": None, "i": 3}
-    owned = own(held)
+    owned = private_copy(held)
     assert jax.tree.structure(owned) == jax.tree.structure(held)
     assert not np.shares_memory(owned["a"][0], X)
     assert np.array_equal(owned["a"][1][0], X)
     read_only = X.copy()
     read_only.flags.writeable = False
-    assert own(read_only).flags.writeable
-    assert own(jax.numpy.ones(2)) is not None
+    assert private_copy(read_only).flags.writeable
+    assert private_copy(jax.numpy.ones(2)) is not None
 
 
 # --- torch

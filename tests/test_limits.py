@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.limits import Limits, within_bytes
+from prefetchshard.base.limits import Limits, within_bytes
 
 WANTED = Limits(depth=3, in_flight=2, slots=5)
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from prefetchshard.errors import ConfigError
-from prefetchshard.meshes import (
+from prefetchshard.base.errors import ConfigError
+from prefetchshard.sharding.meshes import (
     ProcessShard,
     axis_names,
     axis_size,
@@ -202,8 +202,8 @@ process = int(sys.argv[1])
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, process)
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from prefetchshard.meshes import process_data_shard, row_slices
-from prefetchshard.transfer import put
+from prefetchshard.sharding.meshes import process_data_shard, row_slices
+from prefetchshard.placing.transfer import put
 
 grid = np.array(jax.devices()).reshape(2, 2)
 across, along = Mesh(grid, ("data", "model")), Mesh(grid.T, ("data", "model"))  # in `along` the model axis runs across the processes

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from prefetchshard import order
-from prefetchshard.errors import ConfigError
-from prefetchshard.order import LONGEST, EpochOrder, Permutation
+from prefetchshard.base.errors import ConfigError
+from prefetchshard.ordering import epoch_order as order
+from prefetchshard.ordering.epoch_order import LONGEST, EpochOrder, Permutation
 
 Permute = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 Make = Callable[[int, int], Permute]  # (length, epoch) -> a permutation of range(length)

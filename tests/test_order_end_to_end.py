@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, joined, places, values
-from prefetchshard import row_reader
+from prefetchshard.reading import row_reader
 
 P = PartitionSpec
 ROWS = 50

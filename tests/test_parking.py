@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefetchshard.parking import Parking
+from prefetchshard.base.waiters import Waiters
 from support import Interrupts, wait_until
 
 
@@ -21,7 +21,7 @@ class Flag:
     """A change, and the waiters for it."""
 
     def __init__(self) -> None:
-        self.parking = Parking()
+        self.parking = Waiters()
         self.is_set = False
 
     def set(self) -> None:
@@ -76,7 +76,7 @@ def test_a_wake_without_the_change_lets_nobody_go() -> None:
 
 def test_a_change_between_the_look_and_the_parking_is_seen() -> None:
     """The window in which a wake-up could be lost: the change comes after the first look, before the waker is parked."""
-    parking = Parking()
+    parking = Waiters()
     looks = 0
 
     def ready() -> bool:
@@ -114,7 +114,7 @@ def test_a_change_before_the_time_is_up(timeout: float) -> None:
 
 
 def test_a_change_as_the_time_runs_out_counts() -> None:
-    parking = Parking()
+    parking = Waiters()
     answers = iter([False, False, True])
     assert parking.wait(lambda: next(answers), 0.0)
 
@@ -128,7 +128,7 @@ class Waker:
 
 
 def test_other_wakers_are_released_once() -> None:
-    parking = Parking()
+    parking = Waiters()
     first, second, gone = Waker(), Waker(), Waker()
     for waker in (first, gone, second):
         parking.park(waker)
@@ -141,7 +141,7 @@ def test_other_wakers_are_released_once() -> None:
 
 def test_who_parks_while_it_wakes_is_not_woken_again_and_again() -> None:
     """`wake` is bounded: it may run in a finaliser."""
-    parking = Parking()
+    parking = Waiters()
 
     class Stubborn(Waker):
         def release(self) -> None:
@@ -215,7 +215,7 @@ def test_an_interrupted_wait_leaves_nothing_behind() -> None:
 def test_no_wake_up_is_lost_under_load() -> None:
     """Two threads that hand a turn to and fro: one lost wake-up would stop both."""
     turn, rounds = 0, 5_000
-    parking = Parking()
+    parking = Waiters()
 
     def is_mine(me: int) -> bool:
         return turn % 2 == me

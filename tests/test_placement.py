@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from prefetchshard.config import HOST
-from prefetchshard.errors import ConfigError, PlacementError
-from prefetchshard.placement import Rules, resolve
-from prefetchshard.structures import Structure
+from prefetchshard.base.config import HOST
+from prefetchshard.base.errors import ConfigError, PlacementError
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sharding.rules import ShardingRules, resolve
 
 P = PartitionSpec
 DEVICES = jax.devices()
@@ -65,7 +65,7 @@ def place(sharding: Any, batch: Any) -> dict[str, Any]:
     return placed_by(resolve(sharding), batch)
 
 
-def placed_by(rules: Rules, batch: Any) -> dict[str, Any]:
+def placed_by(rules: ShardingRules, batch: Any) -> dict[str, Any]:
     leaves, structure = rules.flatten(batch)
     shapes = [np.shape(leaf) if isinstance(leaf, np.ndarray) else () for leaf in leaves]
     dtypes = [np.asarray(leaf).dtype if isinstance(leaf, np.ndarray | int | float) else np.dtype(object) for leaf in leaves]
@@ -464,7 +464,7 @@ def test_a_structure_does_not_hold_the_batch() -> None:
     rules = resolve({"x": ROWS})
     array = rows()
     gone = weakref.ref(array)
-    structure: Structure = rules.flatten({"x": array})[1]
+    structure: BatchTree = rules.flatten({"x": array})[1]
     del array
     gc.collect()
     assert gone() is None

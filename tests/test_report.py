@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from prefetchshard.report import WIDTH, describe
+from prefetchshard.telling.describe import WIDTH, describe
 from support import run_python
 
 P = PartitionSpec
@@ -144,7 +144,7 @@ def test_many_devices_are_shortened() -> None:
         import jax
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-        from prefetchshard.report import WIDTH, describe
+        from prefetchshard.telling.describe import WIDTH, describe
 
         mesh = Mesh(np.array(jax.devices()).reshape(4, 16), ("data", "model"))
         specs = [P("data", "model"), P(("data", "model")), P("model", "data"), P(None, "data")]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
 from consumers import consumer
-from prefetchshard.order import EpochOrder
+from prefetchshard.ordering.epoch_order import EpochOrder
 from resumes import (
     BY_INDEX,
     BY_REPLAY,

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard import retracing
-from prefetchshard.reading import Cursor
+from prefetchshard.reading.reading_plan import StartPoint
+from prefetchshard.resuming import replay as retracing
 from prefetchshard.sources.iterables import END
 from resumes import Again, batch_of, batches_of, broken_off, example, frozen, take, through_bytes
 
@@ -162,7 +162,7 @@ def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None
     now = 0.0
     counted: list[dict[str, Any]] = []
     task: Any = SimpleNamespace(
-        start=Cursor(rows=100, batches=10, step=10),
+        start=StartPoint(rows=100, batches=10, step=10),
         batch_size=10,
         clock=lambda: now,
         out=SimpleNamespace(cancelled=False),
@@ -174,7 +174,7 @@ def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None
         now += 0.5
         return 0
 
-    trail = retracing.Trail(task, 1)
+    trail = retracing.Replay(task, 1)
     assert trail.snapshot_of(0) is None
     with caplog.at_level(logging.INFO, "prefetchshard"):
         assert trail.skip(0, pull)

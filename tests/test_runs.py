@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from fakes import SOURCES, Items, Iterable, first, generator
+from fakes import SOURCES, Iterable, OpenSource, first, generator
 from support import Thread, ended, no_threads
 
 every_source = pytest.mark.parametrize("kind", SOURCES)
@@ -80,7 +80,7 @@ def test_threads_that_share_an_iterator_all_hear_of_its_fault(S: NamedSharding) 
 
 
 def test_a_one_shot_source_has_one_run(S: NamedSharding) -> None:
-    for source in (generator(6), Items(6)):
+    for source in (generator(6), OpenSource(6)):
         loader = ps.prefetch(source, S)
         run = iter(loader)
         assert iter(loader) is run

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from prefetchshard.config import HOST
-from prefetchshard.errors import ConfigError, PlacementError
-from prefetchshard.shardings import fit, replicated_like, rows_like, with_leading_axis
+from prefetchshard.base.config import HOST
+from prefetchshard.base.errors import ConfigError, PlacementError
+from prefetchshard.sharding.leaf_sharding import fit, replicated_like, rows_like, with_leading_axis
 
 P = PartitionSpec
 NAMES = ("data", "fsdp", "model")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from prefetchshard.batches import EpochEnd, PlacedBatch, Position
-from prefetchshard.bounded_queue import EMPTY, BoundedQueue
-from prefetchshard.errors import SourceError
-from prefetchshard.stages import Pace, transfer_bodies
-from prefetchshard.statistics import Meters
+from prefetchshard.base.batches import EpochEnd, PlacedBatch, Position
+from prefetchshard.base.errors import SourceError
+from prefetchshard.measuring.stats import Meters
+from prefetchshard.placing.transfer_loops import TransferLimits, transfer_bodies
+from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
 from support import wait_until
 
 
@@ -24,7 +24,7 @@ class Host:
         self.position = Position(run=0, epoch=0, step=number, first_row=8 * number, rows=8 * number + 8, batches=number + 1, end=EpochEnd())
 
 
-class Flight:
+class PendingTransfer:
     def __init__(self, host: Host) -> None:
         self.host = host
 
@@ -40,15 +40,15 @@ class Placer:
         self.land_fails: dict[int, BaseException] = {}
         self.before_land: Callable[[int], object] = lambda number: None
 
-    def dispatch(self, host: Host) -> Flight:
+    def dispatch(self, host: Host) -> PendingTransfer:
         self.log.append(f"dispatch {host.number}")
         if host.number in self.dispatch_fails:
             raise self.dispatch_fails[host.number]
         self.flying += 1
         self.most_flying = max(self.most_flying, self.flying)
-        return Flight(host)
+        return PendingTransfer(host)
 
-    def land(self, flight: Flight) -> PlacedBatch:
+    def land(self, flight: PendingTransfer) -> PlacedBatch:
         number = flight.host.number
         self.before_land(number)
         self.log.append(f"land {number}")
@@ -68,7 +68,7 @@ class Stage:
         self.inbox: BoundedQueue[Any] = BoundedQueue(slots, held_until_release=True)
         self.outbox: BoundedQueue[Any] = BoundedQueue(depth)
         self.meters = Meters()
-        self.pace = Pace(in_flight, waits_apart=apart)
+        self.pace = TransferLimits(in_flight, waits_apart=apart)
         self.threads: list[threading.Thread] = []
 
     def start(self) -> Stage:

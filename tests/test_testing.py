@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.stages import Placer
-from prefetchshard.staging import ALIGNMENT, Layout
+from prefetchshard.placing.transfer_loops import Placer
+from prefetchshard.staging.aliased import ALIGNMENT, Layout
 from prefetchshard.testing import (
     POISON,
     ManualClock,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from prefetchshard.errors import PlacementError
-from prefetchshard.transfer import copy_in_place, is_jax_array, is_key, put
+from prefetchshard.base.errors import PlacementError
+from prefetchshard.placing.transfer import copy_in_place, is_jax_array, is_key, put
 from support import aligned
 
 P = PartitionSpec

@@ -17,8 +17,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.filling import Parts, Wholes, Work
-from prefetchshard.leaves import are_unshared
+from prefetchshard.leaves.converting import are_unshared
+from prefetchshard.reading.filling import CopyJob, FlatBatch, WholeBatches
 from support import wait_until
 
 pytestmark = pytest.mark.usefixtures("slow_sources")
@@ -159,7 +159,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.handed = 0
         self.until = threading.Event()
-        copy = Wholes.copy_share
+        copy = WholeBatches.copy_share
 
         def late(*args: Any) -> None:
             if threading.current_thread().name.startswith("prefetchshard-reader"):
@@ -167,8 +167,8 @@ class Watched:
                 assert self.until.wait(10)
             copy(*args)
 
-        monkeypatch.setattr(Wholes, "copy_share", late)
-        monkeypatch.setattr("prefetchshard.stream_reader.cpu_count", lambda: 4)
+        monkeypatch.setattr(WholeBatches, "copy_share", late)
+        monkeypatch.setattr("prefetchshard.reading.stream_reader.cpu_count", lambda: 4)
 
 
 def values(batches: list[Any]) -> list[list[float]]:
@@ -211,14 +211,14 @@ def test_a_source_goes_on_where_nobody_can_reach_what_it_made(
 def test_a_failure_in_a_batch_that_was_handed_over_comes_in_its_place(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     watched.until.set()
-    copy = Wholes.copy_share
+    copy = WholeBatches.copy_share
 
-    def faulty(wholes: Wholes, assembly: Any, *share: Any) -> None:
+    def faulty(wholes: WholeBatches, assembly: Any, *share: Any) -> None:
         if assembly.position.step == 3:
             raise RuntimeError("boom")
         copy(wholes, assembly, *share)
 
-    monkeypatch.setattr(Wholes, "copy_share", faulty)
+    monkeypatch.setattr(WholeBatches, "copy_share", faulty)
     got: list[Any] = []
     with pytest.raises(RuntimeError, match="boom") as caught:
         got.extend(ps.prefetch((fresh(i) for i in range(BATCHES)), S))
@@ -239,8 +239,8 @@ def test_nobody_holds_what_was_copied(dtype: Any, S: NamedSharding, monkeypatch:
         iterator = iter(loader)
         for _ in range(BATCHES):
             next(iterator)
-        wait_until(lambda: not any(type(value) is Parts for value in gc.get_objects()))
-        wait_until(lambda: not any(type(value) is Work for value in gc.get_objects()))
+        wait_until(lambda: not any(type(value) is FlatBatch for value in gc.get_objects()))
+        wait_until(lambda: not any(type(value) is CopyJob for value in gc.get_objects()))
         ending.set()
     assert watched.handed == BATCHES - 1
 
@@ -293,6 +293,6 @@ def test_what_holds_other_objects_is_shared() -> None:
 
 
 def test_without_counts_everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefetchshard.leaves._counts_references", False)
+    monkeypatch.setattr("prefetchshard.leaves.converting._counts_references", False)
     leaves = [fresh(0)]
     assert not are_unshared(leaves)

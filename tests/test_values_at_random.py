@@ -103,7 +103,7 @@ SOURCES: dict[str, Callable[[Rows], Any]] = {
 }
 
 
-def spoil(item: Any) -> Any:
+def distrust(item: Any) -> Any:
     """Changes what it gets, and returns what that was."""
     made = {name: np.array(leaf) for name, leaf in item.items()}
     for leaf in item.values():
@@ -114,8 +114,8 @@ def spoil(item: Any) -> Any:
 
 def stack(examples: Any) -> Any:
     if isinstance(examples, dict):
-        return spoil(examples)
-    made = [spoil(item) for item in examples]
+        return distrust(examples)
+    made = [distrust(item) for item in examples]
     return {name: np.stack([item[name] for item in made]) for name in made[0]}
 
 
@@ -135,7 +135,7 @@ OPTIONS = st.fixed_dictionaries(
         "remainder": st.sampled_from(["drop", "pad"]),
         "workers": st.sampled_from([1, 2, 5]),
         "depth": st.integers(1, 3),
-        "transform": st.sampled_from([None, spoil]),
+        "transform": st.sampled_from([None, distrust]),
         "collate": st.sampled_from([None, stack]),
         "epochs": st.integers(1, 2),
     }

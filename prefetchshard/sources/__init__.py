@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from prefetchshard.errors import ConfigError, PrefetchWarning
-from prefetchshard.faults import presentable
+from prefetchshard.base.errors import ConfigError, PrefetchWarning
+from prefetchshard.base.faults import safe_to_raise
 from prefetchshard.sources.arrays import Arrays, find_arrays
 from prefetchshard.sources.asynchronous import AsyncStream, FromThisLoop
 from prefetchshard.sources.dataset import Dataset
@@ -92,7 +92,7 @@ def _in_order(source: Arrays | Dataset) -> Iterator[Any]:
         try:
             item = source.read(row)
         except StopIteration as error:  # in a generator Python would make another error of it
-            raise presentable(error, "the dataset") from error
+            raise safe_to_raise(error, "the dataset") from error
         yield item
 
 

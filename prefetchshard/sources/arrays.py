@@ -9,11 +9,11 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from prefetchshard.batches import AnyArray
-from prefetchshard.config import Narrow
-from prefetchshard.errors import ConfigError
-from prefetchshard.leaves import own, store
-from prefetchshard.structures import path_text
+from prefetchshard.base.batches import AnyArray
+from prefetchshard.base.config import Narrow
+from prefetchshard.base.errors import ConfigError
+from prefetchshard.leaves.converting import private_copy, store
+from prefetchshard.sharding.batch_tree import path_text
 
 Rows = slice | AnyArray
 _jax: Any = jax  # JAX types trees only in part
@@ -44,11 +44,13 @@ class Arrays:
 
     def read(self, row: int) -> Any:
         """An example of its own: what a transform does to it never reaches the source."""
-        return self.unflatten([own(leaf[row]) for leaf in self.leaves])
+        return self.unflatten([private_copy(leaf[row]) for leaf in self.leaves])
 
     def gathered(self, rows: Rows) -> Any:
         """The rows as a new batch."""
-        return self.unflatten([own(leaf[rows]) if isinstance(rows, slice) or leaf.dtype.hasobject else leaf[rows] for leaf in self.leaves])
+        return self.unflatten(
+            [private_copy(leaf[rows]) if isinstance(rows, slice) or leaf.dtype.hasobject else leaf[rows] for leaf in self.leaves]
+        )
 
 
 def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: Narrow, first_row: int) -> None:

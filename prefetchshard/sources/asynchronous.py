@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 
-from prefetchshard.errors import ConfigError, SourceError
-from prefetchshard.jax_context import JaxContext
-from prefetchshard.parking import Parking
-from prefetchshard.sources.iterables import END, EndType, Items, length_of
+from prefetchshard.base.errors import ConfigError, SourceError
+from prefetchshard.base.event_loop import HomeLoop
+from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.base.waiters import Waiters
+from prefetchshard.sources.iterables import END, EndType, OpenSource, length_of
 from prefetchshard.sources.stateful import refuse_snapshot
 
 LOOP_THREAD = "prefetchshard-loop"
@@ -24,48 +24,6 @@ CLOSE_SECONDS = 0.8
 """How long the clean-up of an async source may take."""
 HOME_SECONDS = 0.2
 """How long closing waits for it in the caller's own loop, which may be the one that waits."""
-
-
-class HomeLoop:
-    """The event loop in which an async source lives, and the way to call into it from another thread."""
-
-    def __init__(self) -> None:
-        token = anyio.lowlevel.current_token().native_token
-        self.thread = threading.get_ident()
-        self._token: Any = token
-        self._is_asyncio = hasattr(token, "call_soon_threadsafe")
-
-    def runs_here(self) -> bool:
-        """Whether this thread is inside it."""
-        try:
-            if self._is_asyncio:
-                return sys.modules["asyncio"].get_running_loop() is self._token
-            return sys.modules["trio"].lowlevel.current_trio_token() is self._token
-        except RuntimeError:  # no loop at all
-            return False
-
-    def call_soon(self, function: Callable[[], object]) -> bool:
-        """Call it in the loop. False where the loop is closed. Never blocks."""
-        try:
-            if self._is_asyncio:
-                self._token.call_soon_threadsafe(function)
-            else:
-                self._token.run_sync_soon(function)
-        except RuntimeError:  # trio.RunFinishedError is one too
-            return False
-        return True
-
-    def start(self, task: Callable[[], Any], keep: Callable[[Any], object]) -> bool:
-        """Run an async function as a task of the loop, with the context variables of this thread."""
-        variables = contextvars.copy_context()
-
-        def start() -> None:
-            if self._is_asyncio:
-                keep(self._token.create_task(task(), context=variables))
-            else:
-                sys.modules["trio"].lowlevel.spawn_system_task(task, context=variables)
-
-        return self.call_soon(start)
 
 
 class OwnLoop:
@@ -83,7 +41,7 @@ class OwnLoop:
         self._home: HomeLoop | None = None
         self._stopping: anyio.Event | None = None
         self._failure: BaseException | None = None
-        self._running = Parking()
+        self._running = Waiters()
 
     def home(self) -> HomeLoop:
         """The loop, started where it was not yet.
@@ -137,7 +95,7 @@ class _Pump:
         self._requests = 0
         self._stopped = False
         self._answer: tuple[Any, BaseException | None] | None = None
-        self._answered = Parking()
+        self._answered = Waiters()
         self._over = False
         self._is_closing = False
         self._deadline = math.inf
@@ -288,7 +246,7 @@ def _is_cancelled(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class AsyncItems:
+class OpenAsyncIterator:
     """The items of an async iterable, pulled from a thread.
 
     Args:
@@ -342,13 +300,13 @@ class AsyncStream:
     def length(self) -> int | None:
         return length_of(self._iterable)
 
-    def open(self, epoch: int, loop: OwnLoop, snapshot: bytes | None = None) -> Items:
+    def open(self, epoch: int, loop: OwnLoop, snapshot: bytes | None = None) -> OpenSource:
         del epoch
         if snapshot is not None:
             raise refuse_snapshot(self._iterable)
         if self.home is None:
-            return AsyncItems(self._iterable, loop.home(), None)
-        return AsyncItems(self._iterable, self.home, HOME_SECONDS)
+            return OpenAsyncIterator(self._iterable, loop.home(), None)
+        return OpenAsyncIterator(self._iterable, self.home, HOME_SECONDS)
 
 
 class FromThisLoop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from prefetchshard.errors import SourceError
+from prefetchshard.base.errors import SourceError
 
 
 class Dataset:

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from prefetchshard.batches import AnyArray
-from prefetchshard.errors import ConfigError
-from prefetchshard.leaves import is_numeric
+from prefetchshard.base.batches import AnyArray
+from prefetchshard.base.errors import ConfigError
+from prefetchshard.leaves.converting import is_numeric
+from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sources.arrays import Arrays, find_arrays, name_of_type
-from prefetchshard.structures import path_text
 
 _jax: Any = jax
 

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
-from prefetchshard.errors import SourceError, UsedUpError
-from prefetchshard.sources.stateful import StatePair, find_pair, refuse_snapshot
+from prefetchshard.base.errors import SourceError, UsedUpError
+from prefetchshard.sources.stateful import StateAccess, find_state_access, refuse_snapshot
 
 
 class _End(enum.Enum):
@@ -22,7 +22,7 @@ END: Final = _End.END
 EndType: TypeAlias = Literal[_End.END]
 
 
-class Items(Protocol):
+class OpenSource(Protocol):
     """The items of one epoch. `pull` and `close` are called by the source's thread."""
 
     def pull(self) -> Any | EndType:
@@ -43,7 +43,7 @@ class Items(Protocol):
         ...
 
     @property
-    def pair(self) -> StatePair | None:
+    def pair(self) -> StateAccess | None:
         """How the source tells and takes its own state; None where it cannot."""
         ...
 
@@ -63,7 +63,7 @@ class Stream(Protocol):
     @property
     def length(self) -> int | None: ...
 
-    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
+    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> OpenSource:
         """The items of an epoch. Called by the source's thread.
 
         Args:
@@ -77,7 +77,7 @@ class Stream(Protocol):
         ...
 
 
-class IteratorItems:
+class OpenIterator:
     """The items of an iterator.
 
     Attributes:
@@ -86,7 +86,13 @@ class IteratorItems:
     """
 
     def __init__(
-        self, iterator: Any, *, ours: bool, again: bool = False, pair: StatePair | None = None, on_close: Callable[[], object] | None = None
+        self,
+        iterator: Any,
+        *,
+        ours: bool,
+        again: bool = False,
+        pair: StateAccess | None = None,
+        on_close: Callable[[], object] | None = None,
     ) -> None:
         self.again = again
         self.pair = pair
@@ -145,37 +151,37 @@ class IterableStream:
     """Something with `__iter__` (opened once an epoch) or `__next__` (one-shot), which may tell its own state."""
 
     def __init__(self, iterable: Any) -> None:
-        self.kind = "iterator" if find_pair(iterable) is None else "stateful iterator"
+        self.kind = "iterator" if find_state_access(iterable) is None else "stateful iterator"
         self.one_shot = hasattr(iterable, "__next__")
         self._iterable = iterable
         self._last = _Last()
-        self._pairs: list[StatePair] = []  # of the iterators that are being read; `append` and `remove` need no lock
+        self._pairs: list[StateAccess] = []  # of the iterators that are being read; `append` and `remove` need no lock
 
     @property
     def length(self) -> int | None:
         return length_of(self._iterable)
 
-    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
+    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> OpenSource:
         del epoch, loop
-        pair = find_pair(self._iterable)
+        pair = find_state_access(self._iterable)
         iterator = None
         if pair is not None:
             self._pairs.append(pair)
             if len(self._pairs) > 1:
                 for one in tuple(self._pairs):
-                    one.spoil()
+                    one.distrust()
         if pair is not None and snapshot is not None:
             iterator = pair.restore(snapshot)  # before the iterator is made: that is when such sources look at it
         if iterator is None:
             iterator = self._iterable if self.one_shot else iter(self._iterable)
         on_close = None if pair is None else functools.partial(self._pairs.remove, pair)
         if pair is None:
-            pair = find_pair(iterator)
+            pair = find_state_access(iterator)
             if snapshot is not None:
                 if pair is None:
                     raise refuse_snapshot(iterator)
                 pair.restore(snapshot)
-        return IteratorItems(iterator, ours=True, again=self._last.is_again(iterator), pair=pair, on_close=on_close)
+        return OpenIterator(iterator, ours=True, again=self._last.is_again(iterator), pair=pair, on_close=on_close)
 
 
 class FactoryStream:
@@ -191,14 +197,14 @@ class FactoryStream:
         self._takes_epoch = takes_parameter(factory, "epoch")
         self._last = _Last()
 
-    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> Items:
+    def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> OpenSource:
         made = self._factory(epoch=epoch) if self._takes_epoch else self._factory()
         if made is None:
             raise SourceError(f"the factory {name_of(self._factory)} returned None for epoch {epoch}; it must return a source")
         set_epoch(made, epoch)
         again = self._last.is_again(made)
         items = self._resolve(made).open(epoch, loop, snapshot)
-        if isinstance(items, IteratorItems):
+        if isinstance(items, OpenIterator):
             items.again = again and hasattr(made, "__next__")
         return items
 

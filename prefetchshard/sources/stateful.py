@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from prefetchshard.errors import StateError
-from prefetchshard.state import pack_snapshot, unpack_snapshot
+from prefetchshard.base.errors import StateError
+from prefetchshard.resuming.loader_state import pack_snapshot, unpack_snapshot
 
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
-class StatePair:
+class StateAccess:
     """The two methods by which a source tells and takes its state. Called by the thread that reads the source, between two items.
 
     Args:
@@ -32,7 +32,7 @@ class StatePair:
         self._lock = threading.Lock()  # guards _spoilt: no other iterator is made while the source is asked
         self._spoilt = False
 
-    def spoil(self) -> None:
+    def distrust(self) -> None:
         """Another iterator of the same source is about to be made: from now on its state is of the one, or of the other, or of both."""
         with self._lock:
             self._spoilt = True
@@ -57,16 +57,16 @@ class StatePair:
         return self._reader
 
 
-def find_pair(source: Any) -> StatePair | None:
+def find_state_access(source: Any) -> StateAccess | None:
     """The two methods, where the source has both of a pair."""
     node: Any = source if _is_node(source) else getattr(source, "root", None)
     if _is_node(node):
         # A torchdata.nodes.Loader begins anew when it is put where its data ended; the node inside it stays at the end, as it must here.
-        return StatePair(node.state_dict, node.reset, f"{type(source).__qualname__}.state_dict", node)
+        return StateAccess(node.state_dict, node.reset, f"{type(source).__qualname__}.state_dict", node)
     for get_name, put_name in _PAIRS:
         get, put = getattr(source, get_name, None), getattr(source, put_name, None)
         if callable(get) and callable(put):
-            return StatePair(get, put, f"{type(source).__qualname__}.{get_name}")
+            return StateAccess(get, put, f"{type(source).__qualname__}.{get_name}")
     return None
 
 

@@ -1,0 +1,1 @@
+"""What everything else stands on: errors, settings, time, waiting, places in the data."""

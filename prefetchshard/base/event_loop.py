@@ -1,0 +1,53 @@
+"""An event loop as other threads see it."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio.lowlevel
+
+
+class HomeLoop:
+    """The event loop in which an async source lives, and the way to call into it from another thread."""
+
+    def __init__(self) -> None:
+        token = anyio.lowlevel.current_token().native_token
+        self.thread = threading.get_ident()
+        self._token: Any = token
+        self._is_asyncio = hasattr(token, "call_soon_threadsafe")
+
+    def runs_here(self) -> bool:
+        """Whether this thread is inside it."""
+        try:
+            if self._is_asyncio:
+                return sys.modules["asyncio"].get_running_loop() is self._token
+            return sys.modules["trio"].lowlevel.current_trio_token() is self._token
+        except RuntimeError:  # no loop at all
+            return False
+
+    def call_soon(self, function: Callable[[], object]) -> bool:
+        """Call it in the loop. False where the loop is closed. Never blocks."""
+        try:
+            if self._is_asyncio:
+                self._token.call_soon_threadsafe(function)
+            else:
+                self._token.run_sync_soon(function)
+        except RuntimeError:  # trio.RunFinishedError is one too
+            return False
+        return True
+
+    def start(self, task: Callable[[], Any], keep: Callable[[Any], object]) -> bool:
+        """Run an async function as a task of the loop, with the context variables of this thread."""
+        variables = contextvars.copy_context()
+
+        def start() -> None:
+            if self._is_asyncio:
+                keep(self._token.create_task(task(), context=variables))
+            else:
+                sys.modules["trio"].lowlevel.spawn_system_task(task, context=variables)
+
+        return self.call_soon(start)

@@ -1,0 +1,1 @@
+"""From the arguments of a loader to the parts of a run."""

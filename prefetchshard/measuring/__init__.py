@@ -1,0 +1,1 @@
+"""What a run has done, and where its time went."""

@@ -1,0 +1,1 @@
+"""Arrays that stay on the devices, and the rows of a batch from them."""

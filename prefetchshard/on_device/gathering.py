@@ -1,0 +1,198 @@
+"""The rows of a batch, from their numbers and from arrays on the devices: one jitted function a mesh.
+
+Each device makes its own part of the batch. Where it holds all rows of an array it takes them from there, and nothing moves between
+devices. Where rows are split over devices, each gives the bits of those that it has, and zeros for the others; the sum is the batch.
+Bits, because not every sum keeps them: zeros lose their sign, what is not a number changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from prefetchshard.placing.transfer import from_movable, is_small_float, to_movable
+from prefetchshard.planning.planner import MASK, Plan
+from prefetchshard.sharding.leaf_sharding import replicated_like
+from prefetchshard.sharding.meshes import axis_names, is_on_cpu, mesh_of, row_split
+
+_jax: Any = jax
+_jnp: Any = jnp
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SMALL = ("int2", "uint2", "int4", "uint4")
+"""Types of less than a byte, whose values go through a byte."""
+
+
+class Gather:
+    """One jitted function for the leaves that go to one mesh, or to one device.
+
+    Args:
+        plan: of the batches.
+        members: places in its put order.
+        stored: the sharding of the array of each leaf.
+
+    Attributes:
+        members: places in the put order of the plan.
+        numbers_at: where the row numbers go: whole, on each of the devices.
+    """
+
+    def __init__(self, plan: Plan, members: list[int], stored: Sequence[Sharding]) -> None:
+        self.members = members
+        shardings = [plan.put_shardings[n] for n in members]
+        self.numbers_at = replicated_like(shardings[0])
+        indices = [plan.put_order[n] for n in members]
+        self._leaves = [index for index in indices if index != MASK]
+        parts = [_Part(plan, n, None if plan.put_order[n] == MASK else stored[plan.put_order[n]]) for n in members]
+        body = partial(_gather_parts, parts, plan.microbatches)
+        if isinstance(self.numbers_at, NamedSharding):
+            body = _jax.shard_map(
+                body,
+                mesh=mesh_of(self.numbers_at),
+                in_specs=(PartitionSpec(), *[_spec(stored[index]) for index in self._leaves]),
+                out_specs=[_spec(sharding) for sharding in shardings],
+                check_vma=False,
+            )
+        self._run: Callable[..., list[Any]] = _jax.jit(body, out_shardings=shardings)
+        self._types = [part.type_after for part in parts]
+        self._typed: Callable[[list[Any]], list[Any]] = _jax.jit(self._in_types, out_shardings=shardings)
+
+    def __call__(self, numbers: Any, stores: Sequence[Any]) -> list[Any]:
+        arrays = self._run(numbers, *(stores[index] for index in self._leaves))
+        return arrays if not any(self._types) else self._typed(arrays)
+
+    def _in_types(self, arrays: list[Any]) -> list[Any]:
+        return [array if dtype is None else from_movable(array, dtype) for array, dtype in zip(arrays, self._types, strict=True)]
+
+
+def _spec(sharding: Any) -> Any:
+    return sharding.spec
+
+
+def gathers_of(plan: Plan, stored: Sequence[Sharding]) -> list[Gather]:
+    """The gathers of a plan.
+
+    Args:
+        plan: of the batches.
+        stored: the sharding of the array of each leaf.
+    """
+    groups: dict[Any, list[int]] = {}
+    for n, sharding in enumerate(plan.put_shardings):
+        key = mesh_of(sharding) if isinstance(sharding, NamedSharding) else next(iter(sharding.device_set))
+        groups.setdefault(key, []).append(n)
+    return [Gather(plan, members, stored) for members in groups.values()]
+
+
+class _Part:
+    """What one device makes of a leaf, or of the mask, from the numbers of all rows of a batch and its part of the array.
+
+    Args:
+        plan: of the batches.
+        n: place in the put order.
+        stored: sharding of the array; None for the mask.
+
+    Attributes:
+        type_after: what the rows, which are made as integers, are to be taken for by another function. On the CPU backend a padded small
+            float needs it: in one function the choice between rows and padding would be one among floats.
+    """
+
+    def __init__(self, plan: Plan, n: int, stored: Sharding | None) -> None:
+        self.is_mask = stored is None
+        spec = _entries(plan.put_shardings[n])
+        self._rows_axis = 0 if plan.microbatches is None else 1
+        entries = [*spec, *[None] * (len(plan.put_shapes[n]) - len(spec))]
+        self._row_names = axis_names(entries[self._rows_axis])
+        self._example_entries = entries[self._rows_axis + 1 :]
+        index = plan.put_order[n]
+        leaf = None if index == MASK else plan.leaves[index]
+        self._padding = None if leaf is None else leaf.padding
+        self.type_after: Any = None
+        if leaf is not None and self._padding is not None and is_small_float(leaf.target) and is_on_cpu(plan.put_shardings[n]):
+            self.type_after = leaf.target
+        held = _entries(stored)
+        self._store_names = axis_names(held[0]) if held and stored is not None and row_split(stored) > 1 else ()
+        self._held = [axis_names(entry) for entry in held[1:]]
+
+    def mask(self, numbers: Any) -> Any:
+        return _own_piece(numbers, self._rows_axis, self._row_names) >= 0
+
+    def rows(self, numbers: Any, array: Any) -> Any:
+        """The rows of this device."""
+        padding = None if self._padding is None else to_movable(_jnp.asarray(self._padding))
+        rows = self._rows(numbers, to_movable(array), padding)
+        return rows if self.type_after is not None else from_movable(rows, array.dtype)
+
+    def _rows(self, numbers: Any, array: Any, padding: Any) -> Any:
+        mine = _own_piece(numbers, self._rows_axis, self._row_names)
+        rows = self._collected(numbers, array) if self._store_names else _jnp.take(array, _jnp.maximum(mine, 0), axis=0, mode="clip")
+        for axis, entry in enumerate(self._example_entries):
+            names = axis_names(entry)
+            if names and (axis >= len(self._held) or not self._held[axis]):
+                rows = _own_piece(rows, self._rows_axis + 1 + axis, names)
+        if padding is None:
+            return rows
+        return from_bits(_where(mine >= 0, to_bits(rows), to_bits(padding)), rows.dtype)
+
+    def _collected(self, numbers: Any, array: Any) -> Any:
+        """Rows that are spread over the devices: each gives the bits of those that it has, and zeros for the others."""
+        names, axis = self._store_names, self._rows_axis
+        count = array.shape[0]
+        there = numbers - _jax.lax.axis_index(names) * count
+        has = (there >= 0) & (there < count)
+        bits = to_bits(_jnp.take(array, _jnp.clip(there, 0, count - 1), axis=0, mode="clip"))
+        bits = _where(has, bits, _jnp.zeros_like(bits))
+        if names == self._row_names:
+            bits = _jax.lax.psum_scatter(bits, names, scatter_dimension=axis, tiled=True)
+        else:
+            bits = _own_piece(_jax.lax.psum(bits, names), axis, self._row_names)
+        return from_bits(bits, array.dtype)
+
+
+def _entries(sharding: Any) -> tuple[Any, ...]:
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+
+def _gather_parts(parts: list[_Part], microbatches: int | None, numbers: Any, *arrays: Any) -> list[Any]:
+    if microbatches is not None:
+        numbers = _jnp.reshape(numbers, (microbatches, -1))
+    left = iter(arrays)
+    return [part.mask(numbers) if part.is_mask else part.rows(numbers, next(left)) for part in parts]
+
+
+def _where(rows: Any, array: Any, other: Any) -> Any:
+    return _jnp.where(_jnp.reshape(rows, (*rows.shape, *[1] * (array.ndim - rows.ndim))), array, other)
+
+
+def _own_piece(whole: Any, axis: int, names: tuple[Any, ...]) -> Any:
+    """The piece of this device where an axis is split over these mesh axes."""
+    if not names:
+        return whole
+    size = whole.shape[axis] // math.prod(_jax.lax.axis_size(name) for name in names)
+    return _jax.lax.dynamic_slice_in_dim(whole, _jax.lax.axis_index(names) * size, size, axis)
+
+
+def to_bits(array: Any) -> Any:
+    """Its bits as unsigned integers that can be summed on every backend."""
+    dtype = array.dtype
+    if dtype.kind == "c":
+        return to_bits(_jnp.stack([_jnp.real(array), _jnp.imag(array)], axis=-1))
+    if dtype.kind == "b" or dtype.name in _SMALL:
+        return array.astype(np.int8 if dtype.name.startswith("int") else np.uint8)
+    bits = _jax.lax.bitcast_convert_type(array, _BITS[dtype.itemsize])
+    return bits.astype(np.uint32) if dtype.itemsize == 2 else bits
+
+
+def from_bits(bits: Any, dtype: np.dtype[Any]) -> Any:
+    """The array of which these are the bits."""
+    if dtype.kind == "c":
+        parts = from_bits(bits, np.dtype(np.float32 if dtype.itemsize == 8 else np.float64))
+        return _jax.lax.complex(parts[..., 0], parts[..., 1])
+    if dtype.kind == "b" or dtype.name in _SMALL:
+        return bits.astype(dtype)
+    return _jax.lax.bitcast_convert_type(bits.astype(_BITS[dtype.itemsize]), dtype)

@@ -1,0 +1,286 @@
+"""Arrays on the devices: where they lie, how they are put there, and what a run reads in their place.
+
+A run over them reads a hidden source, the numbers of the rows (-1: padding), which goes the way of every other batch; the rows are
+gathered where the numbers arrive (`gathering.py`). Where rows are split over devices that is a collective operation. Programs with
+collectives must reach all devices in one order, or they wait for each other for ever, so the thread that dispatches the training step,
+the consumer's, must dispatch that gather too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from prefetchshard.base.batches import AnyArray
+from prefetchshard.base.config import HOST, Narrow
+from prefetchshard.base.errors import ConfigError, NarrowingError
+from prefetchshard.leaves.converting import store
+from prefetchshard.on_device.gathering import gathers_of
+from prefetchshard.placing.transfer import explicit
+from prefetchshard.planning.planner import Plan, Planner
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sharding.leaf_sharding import replicated_like
+from prefetchshard.sharding.meshes import axis_names, axis_size, devices_of, is_on_cpu, mesh_of, row_split, sharding_text
+from prefetchshard.sharding.rules import ShardingRules, resolve
+from prefetchshard.sources.arrays import Arrays
+from prefetchshard.sources.device_arrays import DeviceArrays
+from prefetchshard.staging.aliased import aligned_bytes, nbytes_of
+
+_jax: Any = jax
+_jnp: Any = jnp
+
+PADDING = -1
+"""The number of a row that is padding."""
+
+
+class RowNumberPlanner(Planner):
+    """Plans batches of row numbers."""
+
+    def for_arrays(self, arrays: Sequence[AnyArray], structure: BatchTree) -> Plan:
+        plan = super().for_arrays(arrays, structure)
+        for leaf in plan.leaves:
+            leaf.padding = np.array(PADDING, leaf.target)
+        return plan
+
+
+class DeviceRows:
+    """Arrays on the devices, and how the rows of a batch are gathered from them.
+
+    Args:
+        source: the user's arrays.
+        plan: of the batches.
+
+    Attributes:
+        plan: of the batches.
+        numbers: the hidden source: the number of each row, once for each set of devices.
+        rules: where the numbers go.
+        is_late: the gather is for the consumer's thread: it moves rows between devices, or runs on several of the CPU backend, which
+            may wait for ever where two threads dispatch what runs on several devices.
+
+    Raises:
+        ConfigError: the shardings of the arrays and of the batches do not go together; names the leaf.
+
+    Thread safety: it is called by one thread at a time.
+    """
+
+    def __init__(self, source: DeviceArrays, plan: Plan) -> None:
+        self.plan = plan
+        self._source = source
+        self._places = _places(source, plan)
+        self._stores: list[Any] = []
+        self._gathers = gathers_of(plan, [place.sharding for place in self._places])
+        where = tuple([gather.numbers_at for gather in self._gathers])
+        number = np.arange(source.length, dtype=np.int32)
+        self.numbers = Arrays((number,) * len(where), [number] * len(where), source.length)
+        self.rules: ShardingRules = resolve(where)
+        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and is_on_cpu(plan.put_shardings[0]))
+
+    def check_memory(self, batches: int) -> None:
+        """Whether the devices have room for the arrays, and for so many batches.
+
+        Raises:
+            ConfigError: one has not; gives the numbers.
+        """
+        if self._stores:
+            return
+        needs: dict[Any, int] = {}
+        for place, leaf in zip(self._places, self._source.given, strict=True):
+            for device in devices_of(place.sharding):
+                needs[device] = needs.get(device, 0) + (0 if place.is_there(leaf) else place.bytes_per_device)
+        of_batch = sum(spec.bytes_per_device for spec in self.plan.spec())
+        for device, need in needs.items():
+            free = free_bytes(device)
+            if free is not None and need + batches * of_batch > free:
+                raise ConfigError(
+                    f"ps.OnDevice: the arrays take {need:,} bytes on {device}, and {batches} batches of {of_batch:,} bytes are there beside "
+                    f"them, {need + batches * of_batch:,} in all; {free:,} bytes are free. Split the rows over the devices "
+                    f"(ps.OnDevice(..., sharding=PartitionSpec(...))), or pass the arrays themselves, which are read from host memory"
+                )
+
+    def put(self, narrow: Narrow) -> None:
+        """Put the arrays on the devices, where they are not there yet, and wait until they are.
+
+        Raises:
+            NarrowingError: a value does not survive the conversion to 32 bits; names leaf and row.
+        """
+        if not self._stores:
+            with explicit():
+                stores = [place.put(leaf, narrow) for place, leaf in zip(self._places, self._source.given, strict=True)]
+            self._stores = _jax.block_until_ready(stores)
+
+    def __call__(self, numbers: Sequence[Any]) -> list[Any]:
+        """Dispatch the gather of a batch.
+
+        Args:
+            numbers: of its rows, as the transfer put them.
+
+        Returns:
+            The arrays of the batch, in the put order of its plan.
+        """
+        arrays: list[Any] = [None] * len(self.plan.put_order)
+        for gather, some in zip(self._gathers, numbers, strict=True):
+            for n, array in zip(gather.members, gather(some, self._stores), strict=True):
+                arrays[n] = array
+        return arrays
+
+
+def free_bytes(device: Any) -> int | None:
+    """What a device has free; None where its backend does not say."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+# -- where the arrays lie
+
+
+class _Place:
+    """Where one array lies.
+
+    Attributes:
+        path: of the leaf.
+        sharding: of the array.
+        shape: filled up to rows that can be split equally.
+        dtype: on the devices.
+        is_split: no device has all rows.
+    """
+
+    def __init__(self, path: str, sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        pieces = row_split(sharding)
+        self.path = path
+        self.sharding = sharding
+        self.shape = (-(-shape[0] // pieces) * pieces, *shape[1:])
+        self.dtype = dtype
+        self.is_split = pieces > 1
+
+    @property
+    def bytes_per_device(self) -> int:
+        return nbytes_of(self.sharding.shard_shape(self.shape), self.dtype)
+
+    def is_there(self, leaf: Any) -> bool:
+        """Whether the user put it there already."""
+        placed: Any = self.sharding
+        return (
+            isinstance(leaf, jax.Array)
+            and leaf.shape == self.shape
+            and leaf.dtype == self.dtype
+            and bool(leaf.sharding.is_equivalent_to(placed, leaf.ndim))
+        )
+
+    def put(self, leaf: Any, narrow: Narrow) -> Any:
+        if self.is_there(leaf):
+            return leaf
+        if isinstance(leaf, jax.Array):
+            if leaf.dtype != self.dtype:
+                raise ConfigError(
+                    f"ps.OnDevice: leaf {self.path or '(the batch itself)'} is a jax.Array of {leaf.dtype}, which would become {self.dtype} while "
+                    f"x64 is off: cast it, or pass it as a NumPy array, whose values are checked"
+                )
+            more = self.shape[0] - leaf.shape[0]
+            if more:
+                leaf = _jnp.concatenate([leaf, _jnp.zeros((more, *leaf.shape[1:]), leaf.dtype)])
+            return _jax.device_put(leaf, self.sharding)
+        pieces: dict[Any, AnyArray] = {}  # devices that hold the same rows share the copy on the host
+
+        def piece(index: tuple[slice, ...]) -> AnyArray:
+            key = tuple((part.start, part.stop) for part in index)
+            if key not in pieces:
+                pieces[key] = self._piece(leaf, index, narrow)
+            return pieces[key]
+
+        return _jax.make_array_from_callback(self.shape, self.sharding, piece)
+
+    def _piece(self, leaf: AnyArray, index: tuple[slice, ...], narrow: Narrow) -> AnyArray:
+        """A part of the array in memory of its own, which the CPU backend may keep."""
+        start, stop, _ = index[0].indices(self.shape[0])
+        some = leaf[(slice(start, min(stop, len(leaf))), *index[1:])]
+        shape = (stop - start, *some.shape[1:])
+        part = np.ndarray(shape, self.dtype, aligned_bytes(nbytes_of(shape, self.dtype)))
+        part[len(some) :] = np.zeros((), self.dtype)
+        try:
+            store(part[: len(some)], some, path=self.path, policy=narrow, row=start)
+        except NarrowingError as error:  # it speaks of a batch
+            raise NarrowingError(str(error).replace("of the batch", "of the arrays")) from None
+        return part
+
+
+def _places(source: DeviceArrays, plan: Plan) -> list[_Place]:
+    shardings = _store_shardings(source, plan)
+    places: list[_Place] = []
+    for leaf, stored, array in zip(plan.leaves, shardings, source.leaves, strict=True):
+        batch: Any = leaf.sharding
+        _check_together(leaf.path, stored, batch)
+        # One device is one device: of the two ways to say so, that of the batch.
+        where = replicated_like(batch) if len(batch.device_set) == 1 else stored
+        places.append(_Place(leaf.path, where, array.shape, leaf.target))
+    return places
+
+
+def _store_shardings(source: DeviceArrays, plan: Plan) -> list[Any]:
+    for leaf in plan.leaves:
+        if leaf.sharding is HOST:
+            raise ConfigError(
+                f"ps.OnDevice: leaf {leaf.path or '(the batch itself)'} is to stay on the host (ps.HOST), and its array on the devices; leave it "
+                f"out, or pass the arrays themselves, which are read from host memory"
+            )
+    one_device = all(len(devices_of(leaf.sharding)) == 1 for leaf in plan.leaves)
+    if source.sharding is None or (one_device and _is_bare(source.sharding)):
+        return [replicated_like(leaf.sharding) for leaf in plan.leaves]
+    rules = _rules_of(source.sharding, [leaf.sharding for leaf in plan.leaves])
+    pieces = rules.batch_split() or 1
+    rows = -(-source.length // pieces) * pieces
+    structure = rules.flatten_arrays(source.tree)
+    return rules.shardings(structure, [(rows, *leaf.shape[1:]) for leaf in source.leaves], [leaf.target for leaf in plan.leaves])
+
+
+def _is_bare(sharding: Any) -> bool:
+    """Whether it names axes alone, and no mesh."""
+    rules: list[Any] = _jax.tree.leaves(sharding, is_leaf=lambda node: isinstance(node, PartitionSpec))  # pyright: ignore[reportUnknownLambdaType]
+    return all(isinstance(rule, PartitionSpec) for rule in rules)
+
+
+def _rules_of(sharding: Any, batches: Sequence[Any]) -> ShardingRules:
+    """The user's sharding of the arrays; a bare spec speaks of the mesh of the batches."""
+    meshes = {mesh_of(one) for one in batches if isinstance(one, NamedSharding)}
+    if len(meshes) != 1:
+        return resolve(sharding)
+    with _jax.set_mesh(next(iter(meshes))):
+        return resolve(sharding)
+
+
+def _check_together(path: str, stored: Any, batch: Any) -> None:
+    """Whether rows can get from where an array lies to where batches go."""
+    name = path or "(the batch itself)"
+    if stored is HOST:
+        raise ConfigError(f"ps.OnDevice: leaf {name}: its array is to lie on devices, so ps.HOST is no sharding for it")
+    for sharding in (stored, batch):
+        if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
+            raise ConfigError(f"ps.OnDevice: leaf {name}: pass a NamedSharding or a SingleDeviceSharding, not {sharding!r}")
+        if sharding.memory_kind not in (None, "device", batch.memory_kind) or not sharding.is_fully_addressable:
+            raise ConfigError(f"ps.OnDevice: leaf {name}: {sharding_text(sharding)} is not in the memory of this process's devices")
+    if stored.device_set != batch.device_set or (
+        isinstance(stored, NamedSharding) and isinstance(batch, NamedSharding) and mesh_of(stored) != mesh_of(batch)
+    ):
+        raise ConfigError(
+            f"ps.OnDevice: leaf {name}: its array is placed by {sharding_text(stored)}, its batches by {sharding_text(batch)}; both must be of "
+            f"one mesh"
+        )
+    if isinstance(batch, NamedSharding) and isinstance(stored, NamedSharding):
+        _check_example_axes(name, stored, batch)
+
+
+def _check_example_axes(name: str, stored: NamedSharding, batch: NamedSharding) -> None:
+    mesh = mesh_of(batch)
+    for axis in range(1, len(stored.spec)):
+        held, wanted = stored.spec[axis], batch.spec[axis] if axis < len(batch.spec) else None
+        if axis_size(mesh, held) > 1 and axis_names(held) != axis_names(wanted):
+            raise ConfigError(
+                f"ps.OnDevice: leaf {name}: axis {axis} is split over {held!r} where the array lies, and over {wanted!r} in the batch: split it "
+                f"alike, or leave it whole in ps.OnDevice(sharding=...)"
+            )

@@ -1,0 +1,1 @@
+"""Which rows make which batch of an epoch."""

@@ -1,0 +1,1 @@
+"""From host batches to batches on the devices."""

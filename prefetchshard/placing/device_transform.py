@@ -1,0 +1,135 @@
+"""What is done with a batch on the devices after its transfer: `device_transform`, dispatched and handed on unfinished."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from prefetchshard.base.errors import SourceError
+from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.sources.iterables import takes_parameter
+
+_jax: Any = jax
+
+
+@jax.tree_util.register_pytree_node_class
+class HostStandIn:
+    """Stands for a leaf that stays on the host: to a jitted function it is structure, not data.
+
+    Containers may look at what they hold when they are made, so it has the shape and dtype of the leaf.
+    """
+
+    def __init__(self, index: int, value: Any) -> None:
+        self.index = index
+        for name in ("shape", "ndim", "dtype"):
+            if hasattr(value, name):
+                setattr(self, name, getattr(value, name))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostStandIn) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return self.index
+
+    def tree_flatten(self) -> tuple[tuple[()], HostStandIn]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, itself: HostStandIn, children: tuple[()]) -> HostStandIn:
+        del children
+        return itself
+
+
+class DeviceTransform:
+    """A user's function, jitted once, that gets every batch on the devices.
+
+    Its `key` parameter, where it has one, gets `fold_in(key(seed), step)`: the same after a resume and on any number of devices.
+    Input buffers on one device are donated where an output of the same shape and dtype can take their place.
+
+    Args:
+        function: `batch -> batch`, or `(batch, key=) -> batch`; leaves that stay on the host pass through it as opaque structure.
+        seed: of the keys.
+    """
+
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        self._function = function
+        self._seed = seed
+        self.wants_key = takes_parameter(function, "key")
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._context: JaxContext | None = None
+
+    def under(self, context: JaxContext) -> DeviceTransform:
+        """The same for a run under these settings; what was compiled is shared."""
+        other = copy.copy(self)
+        other._context = context
+        return other
+
+    def __call__(self, batch: Any, on_host: dict[int, Any], step: Any) -> Any:
+        """Dispatch it.
+
+        Args:
+            batch: of jax.Arrays, with `stand_in(i, leaf)` in place of leaves that stay on the host.
+            on_host: those leaves.
+            step: the step as a uint32 array on the devices of the batch, where a key is wanted.
+        """
+        leaves, tree = _jax.tree.flatten(batch)
+        signature = (self._context, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        run = self._compiled.get(signature)
+        if run is None:
+            run = self._compiled[signature] = self._jit(tree, leaves, step)
+        result = run(step, *leaves)
+        if on_host:
+            result = _jax.tree.map(partial(_put_back, on_host), result, is_leaf=_is_stand_in)
+        return result
+
+    def _jit(self, tree: Any, leaves: list[Any], step: Any) -> Callable[..., Any]:
+        def run(step: Any, *leaves: Any) -> Any:
+            batch = _jax.tree.unflatten(tree, leaves)
+            keys = {"key": _jax.random.fold_in(_key(self._seed), step)} if self.wants_key else {}
+            result = self._function(batch, **keys)
+            if result is None:
+                raise SourceError("device_transform returned None; it must return the batch")
+            return result
+
+        # Traced here, and not a second time when it is called. Its leaves alone: containers may refuse what stands in for arrays.
+        outputs = [(out.shape, out.dtype) for out in _jax.jit(run).trace(step, *leaves).jaxpr.out_avals]
+        donated: list[int] = []
+        # Over several devices it runs in the consumer's thread: what Ctrl-C cut off there is run once more, on the same arrays
+        alone = all(len(leaf.sharding.device_set) == 1 for leaf in leaves)
+        for i, leaf in enumerate(leaves if alone else ()):
+            kind = (leaf.shape, leaf.dtype)
+            if kind in outputs and not _jax.dtypes.issubdtype(leaf.dtype, _jax.dtypes.prng_key):
+                outputs.remove(kind)
+                donated.append(i + 1)
+        return _jax.jit(run, donate_argnums=tuple(donated))
+
+
+def _key(seed: int) -> Any:
+    """The key of a seed of any size: JAX itself leaves out all but 32 bits while x64 is off."""
+    key = _jax.random.key(seed & 0xFFFFFFFF)
+    while seed := seed >> 32:
+        key = _jax.random.fold_in(key, seed & 0xFFFFFFFF)
+    return key
+
+
+def _is_stand_in(part: Any) -> bool:
+    return isinstance(part, HostStandIn)
+
+
+def _put_back(on_host: dict[int, Any], part: Any) -> Any:
+    return on_host[part.index] if isinstance(part, HostStandIn) else part
+
+
+def stand_in(index: int, value: Any) -> Any:
+    """What stands for a leaf that stays on the host while a batch goes through a jitted function."""
+    return HostStandIn(index, value)
+
+
+def step_value(step: int) -> Any:
+    """A step as the scalar that goes to the devices with its batch."""
+    return np.array(step % (1 << 32), np.uint32)

@@ -1,0 +1,54 @@
+"""The async side: how a task waits for a ready batch without a thread, and closes a run without blocking its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+
+from prefetchshard.base.event_loop import HomeLoop
+from prefetchshard.queues.bounded_queue import BoundedQueue
+
+T = TypeVar("T")
+
+
+class _LoopWaker:
+    """A waker for `Waiters`: sets an event in its loop. A loop that is gone has nobody to wake."""
+
+    __slots__ = ("_event", "_home")
+
+    def __init__(self) -> None:
+        self._home = HomeLoop()
+        self._event = anyio.Event()
+
+    def release(self) -> None:
+        self._home.call_soon(self._event.set)
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+async def wait_ready(queue: BoundedQueue[T]) -> None:
+    """Wait until an item can be taken or none will come. Takes nothing, so a cancelled wait loses nothing."""
+    while not queue.has_ready() and not queue.is_over():
+        waker = _LoopWaker()
+        queue.receivers.park(waker)
+        try:
+            if not queue.has_ready() and not queue.is_over():
+                await waker.wait()
+        finally:
+            queue.receivers.leave(waker)
+
+
+async def in_thread(function: Callable[[], None]) -> None:
+    """Run what blocks in a thread of its own; cancellation waits until it is done."""
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+
+
+async def checkpoint() -> None:
+    """Let other tasks run, and let a cancellation arrive, before anything is taken."""
+    await anyio.lowlevel.checkpoint()

@@ -1,0 +1,1 @@
+"""From a source to host batches."""

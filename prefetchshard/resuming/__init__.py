@@ -1,0 +1,1 @@
+"""Where a run stands, as a value, and the way back to it."""

@@ -1,0 +1,1 @@
+"""What `sharding=` means, and where each leaf of a batch goes."""

@@ -1,0 +1,150 @@
+"""How a batch is put together: its containers, the readable path of each leaf, and which rule of `sharding=` each leaf falls under."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from prefetchshard.base.errors import PlacementError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_tree: Any = jax.tree_util  # JAX types trees only in part
+
+LEAF: Any = _tree.tree_structure(0)
+"""The structure of what is one leaf; also of a part of a batch that stays on the host, whatever it is."""
+
+
+class BatchTree:
+    """The containers of a batch, without its leaves.
+
+    Two batches of one loader whose structures are equal have the same leaves in the same order.
+
+    Attributes:
+        paths: of each leaf: `image`, `meta.name`, `[0].x`; empty for a batch that is one leaf.
+        named: whether the rule was written for that leaf itself, rather than for a container above it.
+        rules: index of the rule that each leaf falls under.
+
+    Thread safety: immutable.
+    """
+
+    __slots__ = ("_prefix", "_trees", "named", "paths", "rules")
+
+    def __init__(
+        self, prefix: Any, trees: tuple[Any, ...], *, paths: tuple[str, ...], named: tuple[bool, ...], rules: tuple[int, ...]
+    ) -> None:
+        self._prefix = prefix
+        self._trees = trees
+        self.paths = paths
+        self.named = named
+        self.rules = rules
+
+    def has(self, trees: tuple[Any, ...]) -> bool:
+        """Whether a batch with these structures below the places of the rules is put together like this."""
+        return self._trees == trees
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The batch over other leaves, in the order of `paths`."""
+        parts: list[Any] = []
+        start = 0
+        for tree in self._trees:
+            stop = start + tree.num_leaves
+            parts.append(tree.unflatten(leaves[start:stop]))
+            start = stop
+        return self._prefix.unflatten(parts)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, BatchTree) and self._trees == other._trees and self._prefix == other._prefix
+
+    def __hash__(self) -> int:
+        return hash(self.paths)
+
+    def __repr__(self) -> str:
+        return f"Structure({', '.join(path or '(the batch itself)' for path in self.paths)})"
+
+
+def leaf_paths(node: Any, above: tuple[Any, ...] = ()) -> list[str]:
+    """The path of each leaf of a tree that lies below the given keys."""
+    return [path_text((*above, *keys)) for keys, _ in _tree.tree_flatten_with_path(node)[0]]
+
+
+def in_brackets(paths: Sequence[str]) -> str:
+    """The leaves of a batch for the text of an error: ` (image, label)`; empty for a batch that is one leaf."""
+    named = [path for path in paths if path]
+    return f" ({', '.join(named[:8])}{', ...' if len(named) > 8 else ''})" if named else ""
+
+
+def path_text(keys: Sequence[Any]) -> str:
+    """Keys of a JAX tree as one reads them: `meta.name`, `[0].x`."""
+    return "".join(_key_text(key, first=i == 0) for i, key in enumerate(keys))
+
+
+def _key_text(key: Any, *, first: bool) -> str:
+    if isinstance(key, GetAttrKey):
+        return key.name if first else f".{key.name}"
+    if isinstance(key, SequenceKey):
+        return f"[{key.idx}]"
+    if isinstance(key, DictKey | FlattenedIndexKey):
+        return _dict_key_text(key.key, first=first)
+    return str(key)
+
+
+def _dict_key_text(key: Any, *, first: bool) -> str:
+    if isinstance(key, str) and key and not set(key) & set(".[]"):
+        return key if first else f".{key}"
+    return f"[{key!r}]"
+
+
+def mismatch(rules: Any, batch: Any, is_rule: Callable[[Any], bool]) -> PlacementError | None:
+    """Where a batch is not put together as the tree of rules is; None where no difference is found."""
+    difference = next(_differences(rules, batch, is_rule, ()), None)
+    return None if difference is None else PlacementError(f"sharding and batch are put together differently: {difference}")
+
+
+def _differences(rules: Any, batch: Any, is_rule: Callable[[Any], bool], path: tuple[Any, ...]) -> Iterator[str]:
+    if is_rule(rules):
+        return
+    where = f" at {path_text(path)!r}" if path else ""
+    if type(rules) is not type(batch):
+        yield f"sharding has {_kind(rules)}{where}, the batch {_kind(batch)}"
+        return
+    ours, theirs = _children(rules), _children(batch)
+    yield from (f"sharding has no entry for {path_text((*path, *key))!r}" for key in theirs if key not in ours)
+    yield from (f"sharding has an entry for {path_text((*path, *key))!r}, the batch has none" for key in ours if key not in theirs)
+    for key, rule in ours.items():
+        yield from _differences(rule, theirs[key], is_rule, (*path, *key))
+    if _one_level(rules) != _one_level(batch):
+        yield f"the {type(batch).__name__}{where or ' itself'} differs in what it holds beside its leaves"
+
+
+def _one_level(node: Any) -> Any:
+    return _tree.tree_structure(node, is_leaf=_is_not(node))
+
+
+def _children(node: Any) -> dict[tuple[Any, ...], Any]:
+    return dict(_tree.tree_flatten_with_path(node, is_leaf=_is_not(node))[0])
+
+
+def _is_not(node: Any) -> Callable[[Any], bool]:
+    def is_another(part: Any) -> bool:
+        return part is not node
+
+    return is_another
+
+
+def _kind(node: Any) -> str:
+    if node is None:
+        return "None"
+    shape: Any = getattr(node, "shape", None)
+    if isinstance(shape, tuple):
+        return f"an array of shape {shape}"
+    name = type(node).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,226 @@
+"""Meshes, and what a sharding says about rows: in how many pieces axis 0 is cut, and which rows this process holds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from prefetchshard.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_jax: Any = jax  # JAX leaves devices, and what is made of them, without a type
+
+RowSlice = tuple[int, int]
+"""Rows `start` up to, not including, `stop`."""
+
+
+class ProcessShard(NamedTuple):
+    """The part of the rows that a process reads: piece `index` of `count` equal ones. Processes with the same index read the same rows."""
+
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - the words of the field; nobody counts in it
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with axes of type Auto, its devices in the order that suits their wiring.
+
+    Args:
+        axes: size of each axis by name; one may be -1 and takes what is left.
+        devices: all of them are used; default: all devices of all processes.
+
+    Raises:
+        ConfigError: the sizes do not multiply to the number of devices, two are -1, one is zero, or there is none.
+    """
+    chosen: list[Any] = list(_jax.devices() if devices is None else devices)
+    sizes = _whole_sizes(axes, len(chosen))
+    return _jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=chosen)
+
+
+def _whole_sizes(axes: Mapping[str, int], devices: int) -> dict[str, int]:
+    _check_axes(axes, devices)
+    known = math.prod(size for size in axes.values() if size != -1)
+    free = -1 in axes.values()
+    if (devices % known) if free else (known != devices):
+        wanted = f"a multiple of {known}" if free else f"{known}"
+        raise ConfigError(f"make_mesh({dict(axes)}) needs {wanted} devices, there are {devices}; change a size, or let one axis be -1")
+    return {name: devices // known if size == -1 else size for name, size in axes.items()}
+
+
+def _check_axes(axes: Mapping[str, int], devices: int) -> None:
+    if not axes:
+        raise ConfigError("make_mesh({}): at least one axis, e.g. make_mesh({'data': -1})")
+    for name, size in axes.items():
+        if type(size) is not int or (size < 1 and size != -1):
+            raise ConfigError(f"make_mesh: axis {name!r} has size {size!r}; a size is a positive int, or -1 for what is left")
+    if list(axes.values()).count(-1) > 1:
+        raise ConfigError(f"make_mesh({dict(axes)}): only one axis may be -1")
+    if not devices:
+        raise ConfigError(f"make_mesh({dict(axes)}): the list of devices is empty")
+
+
+def mesh_in_force() -> Mesh | None:
+    """The mesh of `jax.set_mesh` in this thread, if there is one."""
+    mesh: Mesh = _jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def axis_names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that one entry of a PartitionSpec names: none for None, several for a tuple.
+
+    Raises:
+        ConfigError: the entry is `PartitionSpec.UNCONSTRAINED`, which says nothing about where data goes.
+    """
+    if entry is None:
+        return ()
+    if entry is PartitionSpec.UNCONSTRAINED:
+        raise ConfigError("PartitionSpec.UNCONSTRAINED cannot place data: name the mesh axes, or None")
+    return (*entry,) if isinstance(entry, tuple | list) else (entry,)  # pyright: ignore[reportUnknownVariableType]
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[Any, ...]:
+    """All mesh axes that a spec names, in its order."""
+    return tuple(name for entry in tuple(spec) for name in axis_names(entry))
+
+
+def axis_size(mesh: Mesh, entry: Any) -> int:
+    """In how many pieces an entry of a PartitionSpec cuts an axis of an array."""
+    return math.prod(mesh.shape[name] for name in axis_names(entry))
+
+
+def check_spec(spec: PartitionSpec, mesh: Mesh) -> None:
+    """Whether a spec can be used with a mesh.
+
+    Raises:
+        ConfigError: it names an axis that the mesh has not, or one twice, or is unconstrained.
+    """
+    names = spec_axes(spec)
+    for name in names:
+        if name not in mesh.shape:
+            near = difflib.get_close_matches(str(name), [str(axis) for axis in mesh.shape], n=1, cutoff=0.0)
+            raise ConfigError(
+                f"{spec_text(spec)} names the axis {name!r}, the mesh has {mesh_text(mesh)}; did you mean {near[0] if near else None!r}?"
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"{spec_text(spec)} uses the axis {name!r} of the mesh {mesh_text(mesh)} twice")
+
+
+def split_count(sharding: Sharding, ndim: int, axis: int = 0) -> int:
+    """In how many distinct pieces a sharding cuts an axis of an array of `ndim` axes."""
+    if isinstance(sharding, NamedSharding):
+        return axis_size(mesh_of(sharding), sharding.spec[axis]) if axis < len(sharding.spec) else 1
+    if sharding.is_fully_replicated or axis >= ndim:
+        return 1
+    devices = len(devices_of(sharding))  # the pieces along any axis divide it
+    return devices // sharding.shard_shape((devices,) * ndim)[axis]
+
+
+def row_split(sharding: Sharding) -> int:
+    """In how many pieces a sharding cuts axis 0, where the rank of the array is not known yet."""
+    if isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return split_count(sharding, 1)
+    for ndim in range(1, 9):
+        try:
+            return split_count(sharding, ndim)
+        except ValueError:
+            continue
+    raise ConfigError(f"{sharding}: in how many pieces it cuts axis 0 cannot be told; use a NamedSharding")
+
+
+def row_slices(sharding: Sharding, rows: int, ndim: int = 1) -> tuple[RowSlice, ...]:
+    """The distinct row ranges that the devices of this process hold, in order.
+
+    Args:
+        sharding: of an array of `ndim` axes.
+        rows: global rows, a multiple of `split_count(sharding, ndim)`.
+    """
+    shape = (rows, *(split_count(sharding, ndim, axis) for axis in range(1, ndim)))
+    indices = _addressable(sharding, shape).values()
+    return tuple(sorted({index[0].indices(rows)[:2] for index in indices}))
+
+
+def process_data_shard(mesh: Mesh, spec: PartitionSpec) -> ProcessShard:
+    """Which part of the rows this process reads, for sources that are cut by index and count.
+
+    It follows from the devices that hold each piece of axis 0, not from the number of processes: where an axis that does not cut
+    rows runs across processes, these read the same rows.
+
+    Raises:
+        ConfigError: this process has no device in the mesh, or processes share a part of their rows.
+    """
+    check_spec(spec, mesh)
+    shape = tuple(axis_size(mesh, entry) for entry in tuple(spec)) or (1,)
+    pieces: dict[int, set[int]] = {}
+    for device, index in index_map(NamedSharding(mesh, spec), shape).items():
+        pieces.setdefault(device.process_index, set()).add(index[0].start or 0)
+    return process_shard({process: frozenset(held) for process, held in pieces.items()}, _jax.process_index())
+
+
+def process_shard(pieces: Mapping[int, frozenset[int]], process: int) -> ProcessShard:
+    """The share of one process, from the pieces of axis 0 that each process holds."""
+    if process not in pieces:
+        raise ConfigError(f"process {process} has no device in the mesh; it cannot take part")
+    shares = sorted({tuple(sorted(held)) for held in pieces.values()})
+    if sum(map(len, shares)) != len({piece for share in shares for piece in share}):
+        raise ConfigError(
+            f"processes hold rows that overlap only in part ({shares}, in pieces of axis 0), so that no index and count describe them; "
+            f"order the devices of the mesh so that each process has whole pieces"
+        )
+    return ProcessShard(shares.index(tuple(sorted(pieces[process]))), len(shares))
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """As one writes it: `P('data', None)`."""
+    return f"P({', '.join(repr(entry) for entry in tuple(spec))})"
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """Axes and sizes: `{'data': 4, 'model': 2}`."""
+    return str(dict(mesh.shape))
+
+
+def sharding_text(sharding: Sharding) -> str:
+    """In a few words: `P('data') on the mesh {'data': 8}`, `device 3 (cpu)`."""
+    if isinstance(sharding, NamedSharding):
+        memory = "" if sharding.memory_kind in (None, "device") else f", {sharding.memory_kind}"
+        return f"{spec_text(sharding.spec)} on the mesh {mesh_text(mesh_of(sharding))}{memory}"
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = devices_of(sharding)
+        return f"device {device.id} ({device.platform})"
+    return str(sharding)
+
+
+def devices_of(sharding: Any) -> list[Any]:
+    """The devices that hold a part, of all processes, by id."""
+    return sorted(sharding.device_set, key=lambda device: device.id)
+
+
+def is_on_cpu(sharding: Any) -> bool:
+    """Whether the devices are those of the CPU backend."""
+    return next(iter(sharding.device_set)).platform == "cpu"
+
+
+def index_map(sharding: Any, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
+    """The part of an array that each device holds."""
+    return sharding.devices_indices_map(shape)
+
+
+def _addressable(sharding: Any, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
+    return sharding.addressable_devices_indices_map(shape)
+
+
+def mesh_of(sharding: NamedSharding) -> Mesh:
+    """The mesh of a NamedSharding.
+
+    Raises:
+        ConfigError: it is an abstract one, without devices.
+    """
+    mesh = sharding.mesh
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(f"{sharding} is over an abstract mesh, which has no devices; use a jax.sharding.Mesh")
+    return mesh

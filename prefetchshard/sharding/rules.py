@@ -1,0 +1,316 @@
+"""What `sharding=` means: a rule for each place of a batch, worked out where the loader is made."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from prefetchshard.base.config import HOST, HostType
+from prefetchshard.base.errors import ConfigError, PlacementError
+from prefetchshard.sharding.batch_tree import LEAF, BatchTree, leaf_paths, mismatch, path_text
+from prefetchshard.sharding.leaf_sharding import fit, replicated_like, rows_like
+from prefetchshard.sharding.meshes import (
+    check_spec,
+    devices_of,
+    mesh_in_force,
+    mesh_of,
+    mesh_text,
+    row_split,
+    sharding_text,
+    spec_axes,
+    spec_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Shape = tuple[int, ...]
+Placed: TypeAlias = "Sharding | HostType"
+Rule: TypeAlias = "Placed | Callable[[str, Shape, Any], Any]"
+
+_jax: Any = jax  # JAX leaves devices, and what is made of them, without a type
+
+FORMS = (
+    "a Sharding, a 1-D Mesh, a PartitionSpec, None, ps.HOST, a callable (path, shape, dtype) -> one of these, or a pytree prefix of these"
+)
+
+
+class ShardingRules:
+    """`sharding=` as worked out where the loader was made, with the mesh and the default device in force there.
+
+    Thread safety: any thread may call any method.
+    """
+
+    def __init__(
+        self, prefix: Any, rules: Sequence[Rule], *, keys: Sequence[tuple[Any, ...]], is_default: bool, scope: _Scope, tree: Any
+    ) -> None:
+        self._prefix = prefix
+        self._rules = tuple(rules)
+        self._keys = tuple(keys)
+        self._is_default = is_default
+        self._scope = scope
+        self._tree = tree
+        self._one = prefix == LEAF
+        self._seen: tuple[tuple[Any, ...], BatchTree] | None = None
+
+    def flatten(self, batch: Any) -> tuple[list[Any], BatchTree]:
+        """The leaves of a batch and how it is put together. A part that stays on the host is one leaf, whatever it holds.
+
+        Raises:
+            PlacementError: the tree of rules is no prefix of the batch; says where and how they differ.
+        """
+        if self._one and self._rules[0] is not HOST:
+            leaves, tree = _flatten(batch)
+            trees = (tree,)
+        else:
+            leaves, trees = self._flatten_places(batch)
+        seen = self._seen
+        if seen is None or seen[0] != trees:
+            self._seen = seen = (trees, self._structure(batch, trees))
+        return leaves, seen[1]
+
+    def flatten_arrays(self, batch: Any) -> BatchTree:
+        """How a tree of arrays is put together; each array in a part that stays on the host is a leaf too."""
+        trees = tuple([_flatten(part)[1] for part in self._places(batch)])
+        return self._structure(batch, trees, opens_host=True)
+
+    def _flatten_places(self, batch: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves: list[Any] = []
+        trees: list[Any] = []
+        for rule, part in zip(self._rules, self._places(batch), strict=True):
+            if rule is HOST or type(part) is np.ndarray:
+                leaves.append(part)
+                trees.append(LEAF)
+            else:
+                below, tree = _flatten(part)
+                leaves += below
+                trees.append(tree)
+        return leaves, tuple(trees)
+
+    def _places(self, batch: Any) -> list[Any]:
+        try:
+            return self._prefix.flatten_up_to(batch)
+        except (ValueError, TypeError) as error:
+            difference = mismatch(self._tree, batch, _is_rule)
+            raise difference or PlacementError(f"sharding is no prefix of the batch: {error}") from error
+
+    def _structure(self, batch: Any, trees: tuple[Any, ...], *, opens_host: bool = False) -> BatchTree:
+        paths: list[str] = []
+        named: list[bool] = []
+        rules: list[int] = []
+        for i, (part, tree) in enumerate(zip(self._places(batch), trees, strict=True)):
+            keys = self._keys[i]
+            below = [path_text(keys)] if self._rules[i] is HOST and not opens_host else leaf_paths(part, keys)
+            paths += below
+            named += [not self._is_default and tree == LEAF] * len(below)
+            rules += [i] * len(below)
+        return BatchTree(self._prefix, trees, paths=tuple(paths), named=tuple(named), rules=tuple(rules))
+
+    def shardings(
+        self, structure: BatchTree, shapes: Sequence[Shape], dtypes: Sequence[Any], refusals: Sequence[Exception | None] | None = None
+    ) -> list[Placed]:
+        """Where each leaf goes.
+
+        Args:
+            structure: from `flatten`.
+            shapes: global shape of each leaf; for a leaf on the host anything.
+            dtypes: of each leaf, for callable rules.
+            refusals: what to raise for each leaf that does not stay on the host.
+
+        Raises:
+            PlacementError: a leaf does not fit; names path, shape, spec, mesh and the way out.
+        """
+        placed: list[Placed] = []
+        for n, (path, named, i) in enumerate(zip(structure.paths, structure.named, structure.rules, strict=True)):
+            rule = self._rules[i]
+            if callable(rule):
+                rule, named = _ask(rule, self._scope, path, shapes[n], dtypes[n]), True
+            refusal = None if rule is HOST or refusals is None else refusals[n]
+            if refusal is not None:
+                raise refusal
+            placed.append(HOST if rule is HOST else fit(rule, path, shapes[n], named=named))
+        return placed
+
+    def on_host(self, structure: BatchTree) -> tuple[bool, ...]:
+        """Whether each leaf stays on the host by a rule that is known without looking at it."""
+        return tuple([self._rules[i] is HOST for i in structure.rules])
+
+    def device(self) -> Any:
+        """One of the devices that the rules speak of; the default one where a callable decides."""
+        for rule in self._rules:
+            if isinstance(rule, Sharding):
+                return next((d for d in devices_of(rule) if d.process_index == _jax.process_index()), devices_of(rule)[0])
+        return _jax.local_devices()[0]
+
+    def batch_split(self) -> int | None:
+        """In how many pieces the rules cut axis 0; None where a callable decides.
+
+        Where rules differ it is the least number of rows that all of them can cut.
+        """
+        if any(callable(rule) for rule in self._rules):
+            return None
+        return math.lcm(*(row_split(rule) for rule in self._rules if isinstance(rule, Sharding)))
+
+    def mask_sharding(self, shardings: Sequence[Placed], shapes: Sequence[Shape]) -> Placed:
+        """Where the row mask `(rows,)` goes: like axis 0 of the leaves; see `rows_like`."""
+        return rows_like(shardings, shapes)
+
+    def __repr__(self) -> str:
+        each = zip(self._keys, self._rules, strict=True)
+        return f"Rules({'; '.join(f'{path_text(keys)}: {_rule_text(rule)}' if keys else _rule_text(rule) for keys, rule in each)})"
+
+
+class _Scope(NamedTuple):
+    """What was in force where the loader was made, and where None and specs without a mesh of their own find theirs."""
+
+    in_force: Mesh | None
+    beside: Sharding | None  # of the other rules of the tree
+
+    def of_spec(self, spec: PartitionSpec) -> Sharding:
+        mesh = self._mesh()
+        axes = set(spec_axes(spec))
+        if mesh is None and len(axes) == 1:
+            mesh = _mesh_over_all(next(iter(axes)))
+        if mesh is None and axes:
+            raise ConfigError(
+                f"{spec_text(spec)} names {len(axes)} mesh axes, but no mesh is in force: pass NamedSharding(mesh, {spec_text(spec)}), "
+                f"or make the loader under jax.set_mesh(mesh)"
+            )
+        if mesh is None:
+            return self.replicated()
+        check_spec(spec, mesh)
+        return NamedSharding(mesh, spec)
+
+    def of_mesh(self, mesh: Mesh) -> Sharding:
+        if len(mesh.axis_names) != 1:
+            raise ConfigError(f"the mesh {mesh_text(mesh)} does not say which of its axes cuts the rows: pass NamedSharding(mesh, P(...))")
+        return NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+
+    def replicated(self) -> Sharding:
+        if self.beside is not None:
+            return replicated_like(self.beside)
+        return NamedSharding(_mesh_over_all("data") if self.in_force is None else self.in_force, PartitionSpec())
+
+    def default(self) -> Sharding:
+        device: Any = _jax.config.jax_default_device
+        if device is not None:
+            return SingleDeviceSharding(_jax.local_devices(backend=device)[0] if isinstance(device, str) else device)
+        mesh = _mesh_over_all("data") if self.in_force is None else self.in_force
+        axes: Any = mesh.axis_names
+        return NamedSharding(mesh, PartitionSpec(axes if len(axes) > 1 else axes[0]))
+
+    def _mesh(self) -> Mesh | None:
+        if self.in_force is None and isinstance(self.beside, NamedSharding):
+            return mesh_of(self.beside)
+        return self.in_force
+
+    def work_out(self, rule: Any) -> Rule:
+        if rule is None:
+            return self.replicated()
+        if isinstance(rule, Mesh):
+            return self.of_mesh(rule)
+        if isinstance(rule, PartitionSpec):
+            return self.of_spec(rule)
+        if isinstance(rule, NamedSharding):
+            check_spec(rule.spec, mesh_of(rule))
+            return rule
+        if rule is HOST or isinstance(rule, Sharding) or callable(rule):
+            return rule
+        raise ConfigError(f"{rule!r} (type {type(rule).__name__}) is no sharding: {_hint(rule)}")
+
+
+def resolve(sharding: Any) -> ShardingRules:
+    """Work out `sharding=`, see `Loader`, with the mesh and the default device in force in this thread.
+
+    Raises:
+        ConfigError: it is none of the forms, or cannot work with any batch; names the place in the tree.
+    """
+    in_force = mesh_in_force()
+    if sharding is None:
+        scope = _Scope(in_force, None)
+        return ShardingRules(LEAF, [scope.default()], keys=[()], is_default=True, scope=scope, tree=None)
+    found, prefix = _jax.tree_util.tree_flatten_with_path(sharding, is_leaf=_is_rule)
+    if not found:
+        raise ConfigError(f"sharding={sharding!r} holds no rule: pass {FORMS}")
+    alone = _Scope(in_force, None)
+    fixed = [_work_out_at(alone, keys, rule) for keys, rule in found if not _is_open(rule)]
+    scope = _Scope(in_force, companion_sharding(fixed, alone, [rule for _, rule in found]))
+    rules = [_work_out_at(scope, keys, rule) for keys, rule in found]
+    return ShardingRules(prefix, rules, keys=[keys for keys, _ in found], is_default=False, scope=scope, tree=sharding)
+
+
+def _work_out_at(scope: _Scope, keys: tuple[Any, ...], rule: Any) -> Rule:
+    try:
+        return scope.work_out(rule)
+    except ConfigError as error:
+        raise ConfigError(f"sharding{f' at {path_text(keys)!r}' if keys else ''}: {error}") from None
+
+
+def _is_open(rule: Any) -> bool:
+    """Whether a rule says nothing about devices by itself."""
+    return rule is None or isinstance(rule, PartitionSpec)
+
+
+def companion_sharding(fixed: Sequence[Rule], alone: _Scope, rules: list[Any]) -> Sharding | None:
+    """Where the open rules of a tree find their devices: with the others."""
+    placed = sorted((rule for rule in fixed if isinstance(rule, Sharding)), key=lambda rule: not isinstance(rule, NamedSharding))
+    asked = any(rule is None or (alone.in_force is None and _is_open(rule)) for rule in rules)
+    if asked and any(devices_of(rule) != devices_of(placed[0]) for rule in placed):
+        raise ConfigError(
+            "sharding has rules over different devices, so that None and bare specs in it are ambiguous: use NamedSharding there"
+        )
+    return placed[0] if placed else None
+
+
+def _is_rule(node: Any) -> bool:
+    # PartitionSpec has been a tuple in some versions of JAX; functools.partial covers jax.tree_util.Partial, a pytree
+    return node is None or isinstance(node, PartitionSpec | Sharding | Mesh | functools.partial)
+
+
+def _hint(rule: Any) -> str:
+    if isinstance(rule, str):
+        return f"write PartitionSpec({rule!r})"
+    if hasattr(rule, "platform") and hasattr(rule, "id"):
+        return "for one device pass jax.sharding.SingleDeviceSharding(device)"
+    return f"pass {FORMS}"
+
+
+def _mesh_over_all(axis: Any) -> Mesh:
+    return Mesh(np.array(_jax.devices()), (axis,))
+
+
+def _flatten(part: Any) -> tuple[list[Any], Any]:
+    try:
+        return _jax.tree_util.tree_flatten(part)
+    except (ValueError, TypeError) as error:
+        raise PlacementError(f"JAX cannot take the batch apart: {_unsortable(part) or error}") from error
+
+
+def _unsortable(part: Any) -> str | None:
+    """What is wrong with a dict in it whose keys have no order."""
+    if isinstance(part, dict):
+        try:
+            sorted(part)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        except TypeError:
+            return f"a dict has the keys {list(part)}, and JAX sorts keys: make them of one type, or keep the dict on the host (ps.HOST)"  # pyright: ignore[reportUnknownArgumentType]
+        part = list(part.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return next(filter(None, map(_unsortable, part)), None) if isinstance(part, list | tuple) else None  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _ask(rule: Any, scope: _Scope, path: str, shape: Shape, dtype: Any) -> Placed:
+    try:
+        answer = scope.work_out(rule(path, shape, dtype))
+    except ConfigError as error:
+        raise PlacementError(f"leaf {path or '(the batch itself)'}: the sharding callable gave what cannot be used: {error}") from error
+    if isinstance(answer, Sharding) or answer is HOST:
+        return answer
+    raise PlacementError(f"leaf {path or '(the batch itself)'}: the sharding callable gave a callable, {answer!r}")
+
+
+def _rule_text(rule: Rule) -> str:
+    return sharding_text(rule) if isinstance(rule, Sharding) else repr(rule)

@@ -1,0 +1,1 @@
+"""Host memory that the workers write and the devices read."""

@@ -1,0 +1,317 @@
+"""Whether a source keeps what a loader relies on: a conformance suite for datasets and iterables of one's own."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from prefetchshard.base.errors import LeafTypeError, NarrowingError
+from prefetchshard.leaves.converting import as_array, private_copy
+from prefetchshard.sources import recognise
+from prefetchshard.sources.arrays import Arrays
+from prefetchshard.sources.asynchronous import OwnLoop
+from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.iterables import END, OpenIterator, OpenSource, Stream
+
+_jax: Any = jax
+
+THREADS_SECONDS = 60.0
+"""How long the threads of one check may take."""
+
+
+class SourceReport(msgspec.Struct, frozen=True):
+    """What a source was found to be. None of it is wrong.
+
+    Attributes:
+        kind: how a loader reads it: "arrays", "dataset", "iterator", "factory", ...
+        length: items of an epoch, where the source tells.
+        items: that were looked at.
+        reuses_buffers: it overwrites an item when it is asked for the next one, so `reuses_buffers=False` would be wrong.
+        rereadable: it can be read again, so that a loader can have several epochs and runs.
+        has_state: it tells and takes its own state, so that a loader can go on without reading again.
+    """
+
+    kind: str
+    length: int | None
+    items: int
+    reuses_buffers: bool
+    rereadable: bool
+    has_state: bool
+
+
+def check_source(
+    make_source: Callable[[], Any], examples: Sequence[Any] | None = None, *, threads: int = 4, most: int = 1000
+) -> SourceReport:
+    """Check a source in the ways in which a loader asks it.
+
+    A dataset must have one length and give the same values whenever it is asked, also by several threads at once, and refuse a row
+    outside with IndexError. What is pulled must come in order, as many items as its length says, end and stay at its end, be the same
+    when it is read again, and go on from its own state where it has one.
+
+    Args:
+        make_source: makes the source anew; called several times.
+        examples: what it must give, in order; None: whatever the first reading gives.
+        threads: that ask a dataset at once.
+        most: items to look at.
+
+    Returns:
+        What it is.
+
+    Raises:
+        AssertionError: it does not keep one of these; says which, and where.
+        ConfigError: it is no source.
+    """
+    source = recognise(make_source(), batched=True)
+    if isinstance(source, Arrays):
+        _equal(source.unflatten([leaf[:most] for leaf in source.leaves]), source.gathered(slice(0, most)), "the arrays")
+        return SourceReport(source.kind, source.length, min(most, source.length), False, True, False)
+    if isinstance(source, Dataset):
+        return _DatasetCheck(source, examples, most).run(threads)
+    return _StreamCheck(lambda: _as_stream(make_source()), examples, most).run()
+
+
+def _as_stream(source: Any) -> Stream:
+    found = recognise(source, batched=True)
+    assert not isinstance(found, (Arrays, Dataset)), "the function made another kind of source than before"
+    return found
+
+
+# -- datasets
+
+
+class _DatasetCheck:
+    def __init__(self, source: Dataset, examples: Sequence[Any] | None, most: int) -> None:
+        self._source = source
+        self._examples = examples
+        self._rows = _spread(source.length, most)
+        self._known: list[Any] = []
+        self._failures: list[BaseException] = []
+
+    def run(self, threads: int) -> SourceReport:
+        source = self._source
+        self._check_length("at once")
+        reuses = self._read_in_order()
+        self._check_length("after it was read")
+        self._check_outside()
+        if source.reads_many:
+            self._check_many(self._shuffled(0))
+        self._check_threads(threads)
+        return SourceReport(source.kind, source.length, len(self._rows), reuses, True, False)
+
+    def _check_length(self, when: str) -> None:
+        length = len(self._source.dataset)
+        assert length == self._source.length, f"the length was {self._source.length}, and is {length} {when}"
+        if self._examples is not None:
+            assert length == len(self._examples), f"the length is {length}, and there are {len(self._examples)} examples"
+
+    def _read_in_order(self) -> bool:
+        """Read each row once. Whether an item was overwritten by the next one."""
+        reuses, held = False, None
+        for row in self._rows:
+            item = self._ask(row)
+            if held is not None:
+                reuses = reuses or _difference(held, self._known[-1]) is not None
+            self._known.append(private_copy(item, deep=True))
+            held = item
+            if self._examples is not None:
+                _equal(item, self._examples[row], f"row {row}")
+        return reuses
+
+    def _ask(self, row: int) -> Any:
+        try:
+            return self._source.read(row)
+        except IndexError as error:
+            raise AssertionError(f"row {row} of {self._source.length} raises IndexError: {error}") from error
+
+    def _check_outside(self) -> None:
+        """Python's own loop over what has no `__iter__` goes by it."""
+        if hasattr(self._source.dataset, "__iter__"):
+            return
+        length = self._source.length
+        try:
+            self._source.read(length)
+        except IndexError:
+            return
+        except Exception as error:
+            raise AssertionError(f"row {length} of {length} raises {type(error).__name__}, and not IndexError: {error}") from error
+        raise AssertionError(f"row {length} of {length} is given, and does not raise IndexError")
+
+    def _check_many(self, places: list[int]) -> None:
+        rows = [self._rows[place] for place in places]
+        for place, item in zip(places, self._source.read_many(rows), strict=True):
+            _equal(item, self._known[place], f"row {self._rows[place]}, asked with others of __getitems__,")
+
+    def _check_threads(self, count: int) -> None:
+        begin = threading.Barrier(count)
+        asking = [threading.Thread(target=self._ask_all, args=(i, begin), daemon=True) for i in range(count)]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join(THREADS_SECONDS)
+            assert not thread.is_alive(), f"asked by {count} threads at once, it has not answered in {THREADS_SECONDS} seconds"
+        if self._failures:
+            raise AssertionError(
+                f"asked by {count} threads at once: {self._failures[0]}; make it safe for that, or read it with workers=1"
+            ) from self._failures[0]
+
+    def _ask_all(self, number: int, begin: threading.Barrier) -> None:
+        try:
+            places = self._shuffled(number)
+            begin.wait()
+            for place in places:
+                _equal(self._ask(self._rows[place]), self._known[place], f"row {self._rows[place]}")
+            if self._source.reads_many:
+                self._check_many(places)
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller
+            self._failures.append(error)
+
+    def _shuffled(self, seed: int) -> list[int]:
+        return random.Random(seed).sample(range(len(self._rows)), len(self._rows))
+
+
+def _spread(length: int, most: int) -> list[int]:
+    """Rows from the first to the last, `most` of them at most."""
+    return list(range(length)) if length <= most else np.linspace(0, length - 1, most).astype(int).tolist()
+
+
+# -- what is pulled
+
+
+class _StreamCheck:
+    def __init__(self, make: Callable[[], Stream], examples: Sequence[Any] | None, most: int) -> None:
+        self._make = make
+        self._examples = examples
+        self._most = most
+
+    def run(self) -> SourceReport:
+        source = self._make()
+        items = _Reading(source)
+        with items:
+            known, reuses, ended = items.read(self._most)
+            has_state = items.pair is not None
+            if ended and items.is_iterator:
+                assert items.pull() is END, "after its end it gave one more item"
+        self._check_examples(known, ended)
+        if ended and source.length is not None:
+            assert source.length == len(known), f"its length is {source.length}, and it gave {len(known)} items"
+        for cut in dict.fromkeys((len(known) // 2, 0, len(known))):
+            self._check_again(None if source.one_shot else source, known, cut)
+            if has_state:
+                self._check_state(known, cut)
+        return SourceReport(source.kind, source.length, len(known), reuses, not source.one_shot, has_state)
+
+    def _check_examples(self, known: list[Any], ended: bool) -> None:
+        wanted = self._examples
+        if wanted is None:
+            return
+        for i, (item, example) in enumerate(zip(known, wanted, strict=False)):
+            _equal(item, example, f"item {i}")
+        count = min(len(wanted), self._most)
+        assert len(known) == count or (not ended and len(known) > count), (
+            f"it gave {len(known)} items, and there are {len(wanted)} examples"
+        )
+
+    def _check_again(self, source: Stream | None, known: list[Any], cut: int) -> None:
+        """Read it again from its beginning, broken off after `cut` items."""
+        with _Reading(source or self._make()) as items:
+            for i in range(cut):
+                _equal(items.pull(), known[i], f"item {i}, when it was read again,")
+
+    def _check_state(self, known: list[Any], cut: int) -> None:
+        with _Reading(self._make()) as items:
+            items.read(cut)
+            snapshot = items.snapshot()
+            for i in range(cut, len(known)):
+                _equal(items.pull(), known[i], f"item {i}, after its state was taken,")
+        for _ in range(2):  # a state is a value: it can be taken up more than once
+            with _Reading(self._make(), snapshot) as items:
+                for i in range(cut, len(known)):
+                    _equal(items.pull(), known[i], f"item {i}, from its state after item {cut - 1},")
+
+
+class _Reading:
+    """One reading of a source, in this thread."""
+
+    def __init__(self, source: Stream, snapshot: bytes | None = None) -> None:
+        self._source = source
+        self._snapshot = snapshot
+        self._loop = OwnLoop([])
+        self._items: OpenSource | None = None
+
+    def __enter__(self) -> _Reading:
+        self._items = self._source.open(0, self._loop, self._snapshot)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._items is not None
+        self._items.close()
+        self._loop.close()
+
+    @property
+    def is_iterator(self) -> bool:
+        return isinstance(self._items, OpenIterator)
+
+    @property
+    def pair(self) -> Any:
+        assert self._items is not None
+        return self._items.pair
+
+    def snapshot(self) -> bytes:
+        return self.pair.snapshot()
+
+    def pull(self) -> Any:
+        assert self._items is not None
+        return self._items.pull()
+
+    def read(self, most: int) -> tuple[list[Any], bool, bool]:
+        """Up to `most` items, safe from what the source does; whether it overwrote one; and whether it has ended."""
+        known: list[Any] = []
+        reuses, held = False, None
+        while len(known) < most:
+            item = self.pull()
+            if known:
+                reuses = reuses or _difference(held, known[-1]) is not None
+            if item is END:
+                return known, reuses, True
+            known.append(private_copy(item, deep=True))
+            held = item
+        return known, reuses, False
+
+
+# -- comparing
+
+
+def _equal(got: Any, wanted: Any, where: str) -> None:
+    assert got is not END, f"{where} is missing"
+    difference = _difference(got, wanted)
+    assert difference is None, f"{where} is another one: {difference}"
+
+
+def _difference(got: Any, wanted: Any) -> str | None:
+    """Where two items differ, bit by bit; None where they do not."""
+    (ours, our_tree), (theirs, their_tree) = (_jax.tree_util.tree_flatten_with_path(item) for item in (got, wanted))
+    if our_tree != their_tree:
+        return f"{our_tree} and not {their_tree}"
+    for (path, one), (_, other) in zip(ours, theirs, strict=True):
+        if not _same(one, other):
+            return f"{_jax.tree_util.keystr(path) or 'it'} is {_words(one)} and not {_words(other)}"
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        left, right = as_array(one), as_array(other)
+    except (LeafTypeError, NarrowingError):  # text, objects
+        return bool(np.all(one == other))
+    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def _words(leaf: Any) -> str:
+    text = repr(leaf)
+    return text if len(text) < 200 else f"{text[:200]}..."

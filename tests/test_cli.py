@@ -49,10 +49,10 @@ def test_settings_that_cannot_work_are_said_in_one_line(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("module", "package"), [("optax", "optax"), ("rich.console", "rich"), ("sklearn.datasets", "scikit-learn")])
 def test_a_missing_extra_is_named(module: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import prefetchshard
+    from prefetchshard import app
 
     monkeypatch.delitem(sys.modules, "prefetchshard.app.demo", raising=False)
-    monkeypatch.delattr(prefetchshard, "demo", raising=False)
+    monkeypatch.delattr(app, "demo", raising=False)
     monkeypatch.setattr(sys, "meta_path", [_Missing(module), *sys.meta_path])
     for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, name)

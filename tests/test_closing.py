@@ -914,7 +914,7 @@ def test_a_thread_that_cannot_be_started(fails_at: int, S: NamedSharding, monkey
 
 def test_a_fault_of_the_library_itself_does_not_hang(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ends a thread reaches the consumer."""
-    from prefetchshard import row_reader, stream_reader
+    from prefetchshard.reading import row_reader, stream_reader
 
     error = AssertionError("a bug")
 

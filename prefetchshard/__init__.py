@@ -9,9 +9,6 @@
 iterator that already yields batches. Where things are: README.md in the package's folder.
 """
 
-from prefetchshard.base.batches import BatchSpec as BatchSpec
-from prefetchshard.base.batches import LeafSpec as LeafSpec
-from prefetchshard.base.batches import Position as Position
 from prefetchshard.base.config import HOST as HOST
 from prefetchshard.base.config import Pad as Pad
 from prefetchshard.base.config import PerDevice as PerDevice
@@ -26,6 +23,9 @@ from prefetchshard.base.errors import SourceError as SourceError
 from prefetchshard.base.errors import StateError as StateError
 from prefetchshard.base.errors import StuckThreadWarning as StuckThreadWarning
 from prefetchshard.base.errors import UsedUpError as UsedUpError
+from prefetchshard.base.position import Position as Position
+from prefetchshard.base.specs import BatchSpec as BatchSpec
+from prefetchshard.base.specs import LeafSpec as LeafSpec
 from prefetchshard.iterator import LoaderIterator as LoaderIterator
 from prefetchshard.loader import Loader as Loader
 from prefetchshard.loader import prefetch as prefetch

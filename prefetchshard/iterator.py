@@ -6,17 +6,18 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-from prefetchshard.base.batches import LeafSpec, PlacedBatch, Position
 from prefetchshard.base.errors import BatchError, PrefetchWarning
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.base.position import Position, StartPoint
+from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.run_factory import RunFactory
 from prefetchshard.measuring.stats import Stats
+from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.queues.bounded_queue import EMPTY, EmptyType
-from prefetchshard.reading.reading_plan import StartPoint
+from prefetchshard.resuming.handed_out import HandedOut
 from prefetchshard.resuming.loader_state import LoaderState
-from prefetchshard.resuming.start_point import HandedOut
 from prefetchshard.running.run import Run, close_runs, hold_daemons
 
 __all__ = ["LoaderIterator"]

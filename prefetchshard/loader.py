@@ -7,18 +7,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
-from prefetchshard.base.agreement import OneProcess
-from prefetchshard.base.batches import BatchSpec
 from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
 from prefetchshard.base.errors import ConfigError, UsedUpError
 from prefetchshard.base.limits import parse_bytes
+from prefetchshard.base.specs import BatchSpec
 from prefetchshard.building.run_factory import RunFactory
 from prefetchshard.iterator import LoaderIterator
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.queues import async_waiting as aio
+from prefetchshard.resuming.handed_out import HandedOut
 from prefetchshard.resuming.loader_state import LoaderState
-from prefetchshard.resuming.start_point import HandedOut
 from prefetchshard.running.run import Run, close_runs
 
 __all__ = ["Loader", "prefetch"]
@@ -118,7 +117,7 @@ class Loader:
             host_memory=parse_bytes("host_memory", host_memory),
             snapshot_every=snapshot_every,
         )
-        self._factory = RunFactory(source, sharding, settings, OneProcess(), MONOTONIC)
+        self._factory = RunFactory(source, sharding, settings, MONOTONIC)
         self._lock = threading.RLock()  # guards the start of runs
         self._runs: list[tuple[weakref.ref[LoaderIterator], Run]] = []
         self._only: LoaderIterator | None = None  # the run over a one-shot source

@@ -189,7 +189,7 @@ def test_trees_of_arrays(S: NamedSharding) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_many_workers_fill_one_batch(workers: int, S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefetchshard.reading.row_reader.PART_BYTES", 64)
+    monkeypatch.setattr("prefetchshard.reading.row_dealer.PART_BYTES", 64)
     x = ramp((ROWS * 4, 5), np.float32)
     name = np.array([f"row {i}" for i in range(len(x))])
     masked = np.ma.masked_array(np.arange(len(x)), np.arange(len(x)) % 3 == 0)

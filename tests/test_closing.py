@@ -914,15 +914,15 @@ def test_a_thread_that_cannot_be_started(fails_at: int, S: NamedSharding, monkey
 
 def test_a_fault_of_the_library_itself_does_not_hang(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ends a thread reaches the consumer."""
-    from prefetchshard.reading import row_reader, stream_reader
+    from prefetchshard.reading import item_dealer, row_dealer
 
     error = AssertionError("a bug")
 
     def broken(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(stream_reader.StreamReader, "_read", broken)
-    monkeypatch.setattr(row_reader.RowReader, "_work", broken)
+    monkeypatch.setattr(item_dealer.ItemDealer, "_read", broken)
+    monkeypatch.setattr(row_dealer.RowDealer, "_work", broken)
     for source in (generator(5), Dataset(5)):
         with pytest.raises(AssertionError, match="a bug"):
             next(iter(ps.prefetch(source, S)))

@@ -659,14 +659,14 @@ def test_a_run_that_failed_starts_over(S: NamedSharding) -> None:
 
 
 def test_notes_say_where() -> None:
-    from prefetchshard.base.batches import EpochEnd, Position
+    from prefetchshard.base.position import EpochEnd, Position, StartPoint
 
-    position = Position(run=0, epoch=2, step=7, first_row=16, rows=24, batches=3, end=EpochEnd())
+    position = Position(StartPoint(epoch=2, step=8, rows=24, batches=3), 16, EpochEnd())
     assert notes(note(ValueError(), "reading", position)) == ["prefetchshard: while reading batch 7 (epoch 2, rows 16 to 23 of the epoch)"]
     assert notes(note(ValueError(), "reading", position, (18, 20))) == [
         "prefetchshard: while reading batch 7 (epoch 2, rows 18 to 19 of the epoch)"
     ]
-    whole = Position(run=0, epoch=2, step=7, first_row=0, rows=0, batches=3, end=EpochEnd())
+    whole = Position(StartPoint(epoch=2, step=8, batches=3), 0, EpochEnd())
     assert notes(note(ValueError(), "placing", whole)) == ["prefetchshard: while placing batch 7 (epoch 2, batch 2 of the epoch)"]
 
 

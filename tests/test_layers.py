@@ -55,7 +55,7 @@ LAYERS = [
     ["queues.async_waiting", "planning.full_batches", "on_device.gathering", "resuming.sampling", "sources", "placing.transfer_loops"],
     ["reading.filling", "on_device.store"],
     ["reading.reading_plan", "testing.source_checks"],
-    ["resuming.start_point", "resuming.replay", "reading.row_reader", "running.run"],
+    ["resuming.handed_out", "resuming.replay", "reading.row_reader", "running.run"],
     ["reading.stream_reader"],
     ["building.run_factory"],
     ["iterator"],

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import prefetchshard as ps
 from consumers import Consume
 from consumers import batches as taken
+from prefetchshard.placing import placer as stages
 from prefetchshard.placing import transfer
-from prefetchshard.placing import transfer_loops as stages
 
 ROWS = 16
 DTYPES = [np.float32, np.int8, np.bool_, ml_dtypes.bfloat16]

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, joined, places, values
-from prefetchshard.reading import row_reader
+from prefetchshard.reading import row_dealer
 
 P = PartitionSpec
 ROWS = 50
@@ -166,7 +166,7 @@ class OutOfTurn:
 
 
 def test_workers_that_end_out_of_turn_keep_the_order(S: NamedSharding, consume: Consume, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_reader, "LEAST_PART_SECONDS", 0.0)  # every batch is shared out among all workers, however cheap it is
+    monkeypatch.setattr(row_dealer, "LEAST_PART_SECONDS", 0.0)  # every batch is shared out among all workers, however cheap it is
     seen = consume(ps.Loader(OutOfTurn(8), S, batch_size=8, workers=8))
     assert np.array_equal(joined(seen), X[:48])
 

@@ -15,9 +15,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.reading.reading_plan import StartPoint
+from prefetchshard.base.position import StartPoint
 from prefetchshard.resuming import replay as retracing
 from prefetchshard.sources.iterables import END
+from prefetchshard.testing import ManualClock
 from resumes import Again, batch_of, batches_of, broken_off, example, frozen, take, through_bytes
 
 
@@ -54,7 +55,7 @@ class Counting:
 
 
 def test_what_is_skipped_costs_no_transform_and_no_batch(S: NamedSharding) -> None:
-    """Of what was handed out only the last batch is made again, to be compared; the batches that come are the next ones."""
+    """What was handed out is pulled again, and that is all; the batches that come are the next ones."""
     seen: list[int] = []
     lock = threading.Lock()
 
@@ -69,7 +70,7 @@ def test_what_is_skipped_costs_no_transform_and_no_batch(S: NamedSharding) -> No
     iterator = iter(ps.Loader(source, S, batch_size=8, transform=transform, state=state))
     assert iterator.stats().batches == 0
     assert take(iterator) == [frozen(batch_of(range(start, start + 8))) for start in (48, 56)]
-    assert sorted(seen) == list(range(40, 64))
+    assert sorted(seen) == list(range(48, 64))
     assert source.pulled == 64
     stats = iterator.stats()
     assert (stats.replayed, stats.batches, stats.rows) == (48, 2, 16)
@@ -159,32 +160,33 @@ def test_a_run_that_goes_on_can_be_closed_while_it_skips(S: NamedSharding) -> No
 
 
 def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
+    clock = ManualClock()
     counted: list[dict[str, Any]] = []
-    task: Any = SimpleNamespace(
-        start=StartPoint(rows=100, batches=10, step=10),
-        batch_size=10,
-        clock=lambda: now,
-        out=SimpleNamespace(cancelled=False),
-        meters=SimpleNamespace(add=lambda **sums: counted.append(sums)),
-    )
+    ended = False
 
-    def pull() -> int:
-        nonlocal now
-        now += 0.5
-        return 0
+    def pull() -> Any:
+        clock.advance(0.5)
+        return END if ended else 0
 
-    trail = retracing.Replay(task, 1)
-    assert trail.snapshot_of(0) is None
+    def replayed() -> tuple[retracing.ReplayedSource, Any]:
+        items: Any = SimpleNamespace(pull=pull, access=None)
+        stream: Any = SimpleNamespace(open=lambda *_: items)
+        meters: Any = SimpleNamespace(add=lambda **sums: counted.append(sums))
+        source = retracing.ReplayedSource(stream, StartPoint(rows=100, batches=10, step=10), 10, 1, meters, clock)
+        assert source.open(0, None) is items
+        return source, items
+
+    source, items = replayed()
     with caplog.at_level(logging.INFO, "prefetchshard"):
-        assert trail.skip(0, pull)
+        assert source.skip(0, items, lambda: False)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "going on where the state was saved: 100 examples are read again and dropped"
     assert lines[1:] == [f"going on where the state was saved: {done} of 100 examples read again" for done in range(11, 101, 11)]
     assert sum(sums["replayed"] for sums in counted) == 100
-    assert trail.skip(1, lambda: END)  # another epoch: nothing to skip
-    task.out.cancelled = True
-    assert not trail.skip(0, lambda: END)  # the source was told to end: it is not too short
+    ended = True
+    assert source.skip(1, items, lambda: False)  # another epoch: nothing to skip
+    source, items = replayed()
+    assert not source.skip(0, items, lambda: True)  # the source was told to end: it is not too short
 
 
 # --- sources that are no longer the same

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from prefetchshard.base.batches import EpochEnd, PlacedBatch, Position
 from prefetchshard.base.errors import SourceError
+from prefetchshard.base.position import EpochEnd, Position, StartPoint
 from prefetchshard.measuring.stats import Meters
+from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.transfer_loops import TransferLimits, transfer_bodies
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
 from support import wait_until
@@ -21,7 +22,8 @@ class Host:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.position = Position(run=0, epoch=0, step=number, first_row=8 * number, rows=8 * number + 8, batches=number + 1, end=EpochEnd())
+        after = StartPoint(step=number + 1, rows=8 * number + 8, batches=number + 1)
+        self.position = Position(after, 8 * number, EpochEnd())
 
 
 class PendingTransfer:

@@ -44,7 +44,7 @@ def test_slots_that_are_released_too_early_are_found(S: NamedSharding) -> None:
         import os, sys
         sys.path.insert(0, ".")
         from bench import stress
-        from prefetchshard.placing import transfer_loops as stages
+        from prefetchshard.placing import placer as stages
 
         put = stages.Placer.dispatch
 
@@ -75,7 +75,7 @@ def test_what_is_written_after_the_release_is_found() -> None:
         import sys
         sys.path.insert(0, ".")
         from bench import stress
-        from prefetchshard.placing import transfer_loops as stages
+        from prefetchshard.placing import placer as stages
 
         land = stages.Placer.land
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.placing.transfer_loops import Placer
+from prefetchshard.placing.placer import Placer
 from prefetchshard.staging.aliased import ALIGNMENT, Layout
 from prefetchshard.testing import (
     POISON,

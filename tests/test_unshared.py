@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from prefetchshard.leaves.converting import are_unshared
-from prefetchshard.reading.filling import CopyJob, FlatBatch, WholeBatches
+from prefetchshard.reading.reading_plan import Part
+from prefetchshard.reading.writing import Writer
 from support import wait_until
 
 pytestmark = pytest.mark.usefixtures("slow_sources")
@@ -159,7 +160,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.handed = 0
         self.until = threading.Event()
-        copy = WholeBatches.copy_share
+        copy = Writer.copy_share
 
         def late(*args: Any) -> None:
             if threading.current_thread().name.startswith("prefetchshard-reader"):
@@ -167,8 +168,8 @@ class Watched:
                 assert self.until.wait(10)
             copy(*args)
 
-        monkeypatch.setattr(WholeBatches, "copy_share", late)
-        monkeypatch.setattr("prefetchshard.reading.stream_reader.cpu_count", lambda: 4)
+        monkeypatch.setattr(Writer, "copy_share", late)
+        monkeypatch.setattr("prefetchshard.reading.item_dealer.cpu_count", lambda: 4)
 
 
 def values(batches: list[Any]) -> list[list[float]]:
@@ -211,14 +212,14 @@ def test_a_source_goes_on_where_nobody_can_reach_what_it_made(
 def test_a_failure_in_a_batch_that_was_handed_over_comes_in_its_place(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     watched.until.set()
-    copy = WholeBatches.copy_share
+    copy = Writer.copy_share
 
-    def faulty(wholes: WholeBatches, assembly: Any, *share: Any) -> None:
-        if assembly.position.step == 3:
+    def faulty(writer: Writer, batch: Any, *share: Any) -> None:
+        if batch.first_row == 3:
             raise RuntimeError("boom")
-        copy(wholes, assembly, *share)
+        copy(writer, batch, *share)
 
-    monkeypatch.setattr(WholeBatches, "copy_share", faulty)
+    monkeypatch.setattr(Writer, "copy_share", faulty)
     got: list[Any] = []
     with pytest.raises(RuntimeError, match="boom") as caught:
         got.extend(ps.prefetch((fresh(i) for i in range(BATCHES)), S))
@@ -239,8 +240,7 @@ def test_nobody_holds_what_was_copied(dtype: Any, S: NamedSharding, monkeypatch:
         iterator = iter(loader)
         for _ in range(BATCHES):
             next(iterator)
-        wait_until(lambda: not any(type(value) is FlatBatch for value in gc.get_objects()))
-        wait_until(lambda: not any(type(value) is CopyJob for value in gc.get_objects()))
+        wait_until(lambda: not any(type(value) is Part for value in gc.get_objects()))
         ending.set()
     assert watched.handed == BATCHES - 1
 

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import prefetchshard as ps
-from prefetchshard.reading.filling import WholeBatches
+from prefetchshard.reading.writing import Writer
 from support import aligned
 
 P = PartitionSpec
@@ -136,7 +136,7 @@ def test_all_shares_of_a_large_batch_are_copied_first(S: NamedSharding, monkeypa
     """Workers help to copy it; the source is not asked for the next one before the last of them is done."""
     asked = threading.Event()
     shares: list[int] = []
-    copy_share = WholeBatches.copy_share
+    copy_share = Writer.copy_share
 
     def slowly(self: Any, assembly: Any, work: Any, first: int = 0, count: int = 1) -> None:
         shares.append(count)
@@ -154,7 +154,7 @@ def test_all_shares_of_a_large_batch_are_copied_first(S: NamedSharding, monkeypa
         asked.set()
         buffer[...] = 99
 
-    monkeypatch.setattr(WholeBatches, "copy_share", slowly)
+    monkeypatch.setattr(Writer, "copy_share", slowly)
     kept = [{"x": batch} for batch in ps.prefetch(source(), S, workers=4)]
     assert found(kept) == each(4)
     assert max(shares) > 1 or (os.cpu_count() or 1) == 1

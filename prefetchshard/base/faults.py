@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from prefetchshard.base.batches import Position
 from prefetchshard.base.errors import SourceError
+from prefetchshard.base.position import Position
 
 
 def _is_control_flow(error: BaseException) -> bool:

@@ -11,26 +11,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from prefetchshard.base.agreement import Agreement
-from prefetchshard.base.batches import LeafSpec, PlacedBatch, Position
 from prefetchshard.base.clock import Clock
 from prefetchshard.base.config import HOST, PerDevice, Settings
 from prefetchshard.base.errors import ConfigError, PrefetchError, UsedUpError
 from prefetchshard.base.jax_context import JaxContext, x64_enabled
 from prefetchshard.base.limits import Limits, within_bytes
+from prefetchshard.base.position import Position, StartPoint
+from prefetchshard.base.specs import LeafSpec
 from prefetchshard.leaves.converting import private_copy
 from prefetchshard.measuring.stats import Meters
 from prefetchshard.on_device.store import DeviceRows, RowNumberPlanner
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.placing.device_transform import DeviceTransform
-from prefetchshard.placing.transfer_loops import Placer, TransferLimits
-from prefetchshard.planning.planner import Plan, Planner, check_mask_key, leaf_spec
-from prefetchshard.reading.filling import Filler, is_shorter
-from prefetchshard.reading.reading_plan import MOST_IN_FLIGHT, Reader, ReadingPlan, StartPoint, cpu_count
-from prefetchshard.reading.row_reader import RowReader
-from prefetchshard.reading.stream_reader import StreamReader
+from prefetchshard.placing.placed_batch import PlacedBatch
+from prefetchshard.placing.placer import Placer
+from prefetchshard.placing.transfer_loops import TransferLimits
+from prefetchshard.planning.plan import HostPlan, Plan, check_mask_key, leaf_spec
+from prefetchshard.planning.planner import Planner
+from prefetchshard.reading.item_dealer import ItemDealer
+from prefetchshard.reading.reading_plan import MOST_IN_FLIGHT, Reader, ReadingPlan, cpu_count
+from prefetchshard.reading.row_dealer import RowDealer
+from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions
-from prefetchshard.resuming.start_point import check_one_shot, check_rows, cursor_of, fingerprint_of, next_run
+from prefetchshard.reading.writing import Writer
+from prefetchshard.resuming.handed_out import check_one_shot, check_rows, cursor_of, fingerprint_of, next_run
+from prefetchshard.resuming.replay import ReplayedSource
 from prefetchshard.running.run import Run, new_queue
 from prefetchshard.sharding.batch_tree import in_brackets, leaf_paths, path_text
 from prefetchshard.sharding.rules import ShardingRules, resolve
@@ -64,13 +69,11 @@ class RunFactory:
         source: the user's.
         sharding: the user's.
         settings: checked by themselves.
-        agreement: among processes.
         clock: monotonic seconds.
     """
 
-    def __init__(self, source: Any, sharding: Any, settings: Settings, agreement: Agreement, clock: Clock) -> None:
+    def __init__(self, source: Any, sharding: Any, settings: Settings, clock: Clock) -> None:
         self._settings = settings
-        self._agreement = agreement
         self._clock = clock
         self._pid = os.getpid()
         self._given = source
@@ -150,12 +153,11 @@ class RunFactory:
         tree: Any = source.tree
         if settings.pad is not None and hasattr(tree, "keys"):
             check_mask_key(settings.pad, tree)
-        structure = self._rules.flatten_arrays(tree)
+        tree_of_arrays = self._rules.flatten_arrays(tree)
+        planner = self._planner(x64, _nothing if isinstance(source, DeviceArrays) else self._fit)
+        plan = planner.placed(host := planner.for_arrays(source.leaves, tree_of_arrays), host.rows)
         if isinstance(source, DeviceArrays):
-            plan = self._planner(x64, _nothing).for_arrays(source.leaves, structure)
             self._plan_device_rows(source, plan, x64)
-        else:
-            plan = self._planner(x64, self._fit).for_arrays(source.leaves, structure)
         if settings.device_transform is None:
             self._specs[x64] = plan.spec()
 
@@ -163,7 +165,8 @@ class RunFactory:
         """Where the rows are gathered on the devices: where the arrays lie there, and that there is room for them."""
         rows = DeviceRows(source, plan)
         self._device_rows = x64, rows
-        self._number_planner(rows, x64, self._fit).for_arrays(rows.numbers.leaves, rows.rules.flatten_arrays(rows.numbers.tree))
+        planner = self._number_planner(rows, x64, self._fit)
+        planner.placed(host := planner.for_arrays(rows.numbers.leaves, rows.rules.flatten_arrays(rows.numbers.tree)), host.rows)
         rows.check_memory(self._limits.depth + self._limits.in_flight + 1)
 
     def _rows_on_devices(self, x64: bool) -> DeviceRows | None:
@@ -217,11 +220,17 @@ class RunFactory:
         """The most batches that are ever pulled from the source and not delivered."""
         return self._limits.ahead
 
-    def _fit(self, plan: Plan) -> Limits:
-        """The limits that keep to the bounds in bytes with batches of this plan, and of those before it."""
-        placed = plan if self._device_rows is None else self._device_rows[1].plan
-        self._most_bytes = max(self._most_bytes, plan.nbytes)
-        self._most_device_bytes = max(self._most_device_bytes, sum(leaf.bytes_per_device for leaf in placed.spec()))
+    def _fit(self, host_bytes: int, device_bytes: int) -> Limits:
+        """The limits that keep to the bounds in bytes with batches of this size, and of those before.
+
+        Args:
+            host_bytes: of a batch on the host.
+            device_bytes: of a batch on one device; 0 where it is not known yet.
+        """
+        if self._device_rows is not None and device_bytes:  # what was planned is row numbers
+            device_bytes = sum(leaf.bytes_per_device for leaf in self._device_rows[1].plan.spec())
+        self._most_bytes = max(self._most_bytes, host_bytes)
+        self._most_device_bytes = max(self._most_device_bytes, device_bytes)
         settings = self._settings
         self._limits = within_bytes(
             self._choose_limits(planned=True),
@@ -258,7 +267,7 @@ class RunFactory:
             )
         return order
 
-    def _planner(self, x64: bool, on_plan: Callable[[Plan], object]) -> Planner:
+    def _planner(self, x64: bool, on_bytes: Callable[[int, int], object]) -> Planner:
         settings = self._settings
         return Planner(
             self._rules,
@@ -267,11 +276,10 @@ class RunFactory:
             microbatches=settings.microbatches,
             narrow=settings.narrow,
             x64=x64,
-            agreement=self._agreement,
-            on_plan=on_plan,
+            on_bytes=on_bytes,
         )
 
-    def _number_planner(self, rows: DeviceRows, x64: bool, on_plan: Callable[[Plan], object]) -> Planner:
+    def _number_planner(self, rows: DeviceRows, x64: bool, on_bytes: Callable[[int, int], object]) -> Planner:
         return RowNumberPlanner(
             rows.rules,
             rows=self.batch_size,
@@ -279,8 +287,7 @@ class RunFactory:
             microbatches=None,
             narrow="check",
             x64=x64,
-            agreement=self._agreement,
-            on_plan=on_plan,
+            on_bytes=on_bytes,
         )
 
     # -- a run
@@ -291,36 +298,48 @@ class RunFactory:
         rows = self._rows_on_devices(context.x64)
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
-        inbox = new_queue(self._limits.slots, clock, held_until_release=True)
+        queue = new_queue(self._limits.slots, clock, held_until_release=True)
         outbox = new_queue(self._limits.depth, clock)
-        pace = TransferLimits(self._limits.in_flight, waits_apart=self._device.platform != "cpu")
+        transfers = TransferLimits(self._limits.in_flight, waits_apart=self._device.platform != "cpu")
 
-        def fit(plan: Plan) -> None:
-            limits = self._fit(plan)
-            inbox.capacity, outbox.capacity, pace.in_flight = limits.slots, limits.depth, limits.in_flight
-            inbox.in_bursts = outbox.in_bursts = self._goes_in_bursts()
-            inbox.senders.wake()  # there may be more room
+        def fit(host_bytes: int, device_bytes: int) -> None:
+            limits = self._fit(host_bytes, device_bytes)
+            queue.capacity, outbox.capacity, transfers.in_flight = limits.slots, limits.depth, limits.in_flight
+            queue.in_bursts = outbox.in_bursts = self._goes_in_bursts()
+            queue.senders.wake()  # there may be more room
 
         meters = Meters()
         planner = self._planner(context.x64, fit) if rows is None else self._number_planner(rows, context.x64, fit)
-        task = ReadingPlan(
-            filler=Filler(planner, staging, settings.narrow, self._keep(), clock),
-            hooks=UserFunctions(settings.transform, settings.collate, settings.seed),
-            out=inbox,
+        plan = ReadingPlan(
+            functions=UserFunctions(settings.transform, settings.collate, settings.seed),
+            out=queue,
             meters=meters,
             start=start,
             epochs=settings.epochs,
             batch_size=self.batch_size,
             remainder=settings.policy,
             workers=self.workers,
+            reuses_buffers=settings.reuses_buffers,
             clock=clock,
         )
+        home = self._source.home if isinstance(self._source, AsyncStream) else None
+        sequencer = Sequencer(
+            queue,
+            planner,
+            staging,
+            meters,
+            start,
+            batch_size=self.batch_size,
+            remainder=settings.policy,
+            is_endless=settings.epochs is None,
+            home_thread=None if home is None else home.thread,
+        )
         run = Run(
-            self._reader(task, self._source if rows is None else rows.numbers),
-            inbox,
-            Placer(device_transform, context, clock, step=start.step, epoch=start.epoch, rows=start.rows, gather=rows),
+            self._reader(plan, Writer(planner, staging, self._keep()), self._source if rows is None else rows.numbers),
+            sequencer,
+            Placer(device_transform, context, clock, gather=rows),
             outbox,
-            pace=pace,
+            pace=transfers,
             meters=meters,
             staging=staging,
             workers=self.workers,
@@ -337,20 +356,15 @@ class RunFactory:
             return lambda value: value
         return private_copy if isinstance(source, (Arrays, Dataset)) else functools.partial(private_copy, deep=True)
 
-    def _reader(self, task: ReadingPlan, source: Source) -> Reader:
+    def _reader(self, plan: ReadingPlan, writer: Writer, source: Source) -> Reader:
         if isinstance(source, (Arrays, Dataset)):
             assert self._order is not None
-            rules = task.filler.planner.rules
-            structure = rules.flatten_arrays(source.tree) if isinstance(source, Arrays) and self._settings.transform is None else None
-            return RowReader(task, source, self._order, structure)
+            rules = writer.planner.rules
+            tree = rules.flatten_arrays(source.tree) if isinstance(source, Arrays) and self._settings.transform is None else None
+            return RowDealer(plan, writer, source, self._order, tree)
         given = self._given.iterable if isinstance(self._given, FromThisLoop) else self._given
-        return StreamReader(
-            task,
-            source,
-            reuses_buffers=self._settings.reuses_buffers,
-            tell_epoch=lambda epoch: set_epoch(given, epoch),
-            snapshot_every=self._settings.snapshot_every,
-        )
+        replayed = ReplayedSource(source, plan.start, plan.batch_size, self._settings.snapshot_every, plan.meters, plan.clock)
+        return ItemDealer(plan, writer, replayed, lambda epoch: set_epoch(given, epoch))
 
     def go_on_from(self, state: object) -> None:
         """Let the next run begin where a state was saved.
@@ -469,10 +483,12 @@ class RunFactory:
         places = ((self.cursor.run_epoch, 0), (epoch, order.length - 1))
         first, last = (order.rows(epoch, place, place + 1) for epoch, place in places)
         batches = [source.read(row.start if isinstance(row, slice) else int(row[0])) for row in (first, last)]
+        planner = self._planner(x64_enabled(), _nothing)
         try:
-            return is_shorter(self._planner(x64_enabled(), lambda plan: None), *batches)
+            first, last = (_host_plan(planner, batch) for batch in batches)
         except PrefetchError:  # the run will say it
             return False
+        return first.tree == last.tree and None not in (first.rows, last.rows) and (last.rows or 0) < (first.rows or 0)
 
     def describe(self) -> str:
         """The source in words."""
@@ -489,5 +505,10 @@ class RunFactory:
         return f"at rest before run {cursor.run}, epoch {cursor.epoch}, step {cursor.step}"
 
 
-def _nothing(plan: Plan) -> None:
-    del plan
+def _nothing(host_bytes: int, device_bytes: int) -> None:
+    del host_bytes, device_bytes
+
+
+def _host_plan(planner: Planner, batch: Any) -> HostPlan:
+    leaves, tree = planner.rules.flatten(batch)
+    return planner.for_batch(planner.as_host_leaves(leaves, tree), tree)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from prefetchshard.placing.transfer import from_movable, is_small_float, to_movable
-from prefetchshard.planning.planner import MASK, Plan
+from prefetchshard.leaves.on_devices import from_movable, is_small_float, to_movable
+from prefetchshard.planning.plan import MASK, Plan
 from prefetchshard.sharding.leaf_sharding import replicated_like
 from prefetchshard.sharding.meshes import axis_names, is_on_cpu, mesh_of, row_split
 

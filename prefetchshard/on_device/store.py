@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from prefetchshard.base.batches import AnyArray
 from prefetchshard.base.config import HOST, Narrow
 from prefetchshard.base.errors import ConfigError, NarrowingError
+from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.converting import store
 from prefetchshard.on_device.gathering import gathers_of
 from prefetchshard.placing.transfer import explicit
-from prefetchshard.planning.planner import Plan, Planner
-from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.planning.plan import Leaf, Plan
+from prefetchshard.planning.planner import Planner
 from prefetchshard.sharding.leaf_sharding import replicated_like
 from prefetchshard.sharding.meshes import axis_names, axis_size, devices_of, is_on_cpu, mesh_of, row_split, sharding_text
 from prefetchshard.sharding.rules import ShardingRules, resolve
@@ -41,11 +41,9 @@ PADDING = -1
 class RowNumberPlanner(Planner):
     """Plans batches of row numbers."""
 
-    def for_arrays(self, arrays: Sequence[AnyArray], structure: BatchTree) -> Plan:
-        plan = super().for_arrays(arrays, structure)
-        for leaf in plan.leaves:
-            leaf.padding = np.array(PADDING, leaf.target)
-        return plan
+    def _set_padding(self, leaf: Leaf, rows: int | None) -> None:
+        del rows
+        leaf.padding = np.array(PADDING, leaf.target)
 
 
 class DeviceRows:

@@ -15,15 +15,16 @@ import secrets
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Self, cast
 
 import msgspec
 import numpy as np
 
 from prefetchshard.base.errors import StateError
+from prefetchshard.base.position import StartPoint
 
-VERSION: Final = 1
-"""The newest version of the state that this library writes and reads."""
+VERSION: Final = 2
+"""The version of the state that this library writes; it reads version 1 too."""
 
 _MAGIC: Final = b"PFSt"
 _HEAD_BYTES: Final = len(_MAGIC) + 8
@@ -66,24 +67,23 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _want("kind", kind, type(kind) is str and 0 < len(kind) <= 64 and kind.isprintable(), "a short printable text")
 
 
-class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far a consumer got, counted in what it was handed, whatever was read ahead.
+class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a consumer got, counted in what it was handed, whatever was read ahead: a start point, and what fixed the order of rows.
+
+    Example:
+        loader = ps.Loader({"x": np.arange(64)}, batch_size=16)
+        iterator = iter(loader)
+        next(iterator)
+        saved = iterator.state().encode()
+        iterator.close()
+        rest = ps.Loader({"x": np.arange(64)}, batch_size=16, state=ps.LoaderState.decode(saved))
+        assert len(list(rest)) == 3
 
     Args:
         version: of the state's format.
-        run: number of the run.
-        run_epoch: the epoch at which that run began.
-        epoch: the epoch that the next batch is of, or that the last one was of.
-        rows: global rows of this epoch that were handed out.
-        batches: batches of this epoch that were handed out.
-        step: batches handed out over all epochs and runs.
-        last_rows: rows of the last batch handed out.
-        batch_rows: rows of the first batch of the run, by which a shorter one is told, where the source or `collate` makes the batches.
-        resumes_by: "index": rows are found by number; "snapshot": the source goes back by itself; "replay": by reading again.
-        snapshot: the source's own state, from `pack_snapshot`.
-        since_snapshot: examples (without `batch_size`: batches) to pull after the snapshot, before the next batch.
-        sample: a hash of at most 64 bytes over the last batch handed out, by which a replay tells a changed source.
         fingerprint: what fixed the order.
+        run, run_epoch, epoch, rows, batches, step, last_rows, batch_rows: see `StartPoint`.
+        resumes_by, snapshot, since_snapshot, sample: see `StartPoint`.
 
     Raises:
         StateError: a value is of another type or out of range.
@@ -92,18 +92,6 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     version: int = VERSION
-    run: int = 0
-    run_epoch: int = 0
-    epoch: int = 0
-    rows: int = 0
-    batches: int = 0
-    step: int = 0
-    last_rows: int = 0
-    batch_rows: int | None = None
-    resumes_by: Literal["index", "snapshot", "replay"] = "index"
-    snapshot: bytes | None = None
-    since_snapshot: int = 0
-    sample: bytes | None = None
     fingerprint: Fingerprint
 
     def __post_init__(self) -> None:
@@ -120,8 +108,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def encode(self) -> bytes:
         """Returns the state as bytes, the same for equal states."""
-        *counts, fingerprint = msgspec.structs.astuple(self)
-        return _seal(_pack([*counts, list(msgspec.structs.astuple(fingerprint))]))
+        start = [getattr(self, name) for name in StartPoint.__struct_fields__]
+        return _seal(_pack([VERSION, start, list(msgspec.structs.astuple(self.fingerprint))]))
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> Self:
@@ -136,8 +124,16 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if type(values) is not list or not values:
             raise StateError("the state is damaged: it is no list of values")
         values = cast("list[Any]", values)
-        _check_version(values[0])
-        return cls._from_fields(_named(cls, [*values[:-1], _named(Fingerprint, values[-1])]), builtin_types=(bytes,))
+        version = values[0]
+        _check_version(version)
+        if version == 1:  # one flat list
+            start, rest = values[1:-1], values[-1:]
+        else:
+            start, *rest = values[1:] or [None]
+        if len(rest) != 1:
+            raise StateError(f"the state is damaged: it does not have the parts of version {version}")
+        fields = {**_named(StartPoint, start), "version": version, "fingerprint": _named(Fingerprint, rest[0])}
+        return cls._from_fields(fields, builtin_types=(bytes,))
 
     def to_json(self) -> str:
         """Returns the state as one line of JSON, nothing left out; bytes are base64."""
@@ -158,6 +154,8 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any], *, builtin_types: tuple[type, ...] = ()) -> Self:
+        if fields.get("version") == 1:  # its `sample` was of a batch as it was placed, and is now of items as they are pulled
+            fields = {**fields, "version": VERSION, "sample": None}
         return _reading(lambda: msgspec.convert(fields, cls, builtin_types=builtin_types))
 
     def save(self, path: str | os.PathLike[str]) -> None:

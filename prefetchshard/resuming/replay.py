@@ -1,20 +1,23 @@
-"""The way back to where a state was saved, over a source without random access, and the marks that make it short."""
+"""A source that begins where a run begins, and the marks that lead back to each batch of it.
+
+Where the source restores its own state it goes on from there. Else its items are read again and dropped, and a hash over some of the
+last batch's items tells whether it is still the same source.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from prefetchshard.base.batches import Position
+from prefetchshard.base.clock import Clock
 from prefetchshard.base.errors import StateError
-from prefetchshard.reading.filling import OpenBatch
-from prefetchshard.reading.reading_plan import ReadingPlan, StartPoint
-from prefetchshard.resuming.sampling import sample_of
-from prefetchshard.sources.iterables import END, EndType
-from prefetchshard.sources.stateful import StateAccess
+from prefetchshard.base.position import StartPoint
+from prefetchshard.measuring.stats import Meters
+from prefetchshard.planning.host_batch import SourceMark
+from prefetchshard.resuming.sampling import add_item, is_sampled
+from prefetchshard.sources.iterables import END, EndType, OpenSource, Stream
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,81 +27,138 @@ COUNT_SECONDS = 0.1
 """Nor are the statistics told more often: that costs as much as pulling a cheap item."""
 
 
-class Replay:
-    """Leads a run to its beginning, and leaves on each batch what leads back to it.
-
-    The last batch that was handed out before is read once more, in full, where the state holds its sample: a probe that is compared
-    and never handed out.
+class ReplayedSource:
+    """Opens a source at a start point, and hands out its items from there.
 
     Args:
-        task: what every reader is given.
+        source: that is pulled.
+        start: where the run begins.
+        batch_size: examples of a batch; None where an item is a batch.
+        snapshot_every: batches from one look at the source's own state to the next; None: it is never asked.
+        meters: what is measured.
+        clock: monotonic seconds.
 
     Attributes:
-        start: where the reader begins to make batches: one batch earlier than the run, where that is probed.
+        is_inside: whether a thread is in the source's code.
+        pull_seconds: of the last item.
 
-    Thread safety: `skip` and `mark` are called by the source's thread, `passes` by any worker.
+    Thread safety: called by the source's thread; the attributes may be read from any thread.
     """
 
-    def __init__(self, task: ReadingPlan, snapshot_every: int | None) -> None:
-        self._task = task
+    def __init__(
+        self, source: Stream, start: StartPoint, batch_size: int | None, snapshot_every: int | None, meters: Meters, clock: Clock
+    ) -> None:
+        self.is_inside = False
+        self.pull_seconds = 0.0
+        self._source = source
+        self._start = start
+        self._batch_size = batch_size
         self._every = snapshot_every
-        start = self._given = task.start
-        self._probes = start.sample is not None and start.snapshot is None and start.batches > 0 and start.step > 0
-        if self._probes and task.batch_size is not None:
-            self._probes = 0 < start.last_rows <= min(start.rows, task.batch_size)
+        self._meters = meters
+        self._clock = clock
+        self._items: OpenSource | None = None
+        self._ended = False
+        self._batches = 0  # of this epoch, up to the last mark
         self._snapshot: bytes | None = None
-        self._since = 0
-        self.start = start
-        if self._probes:
-            self.start = msgspec.structs.replace(
-                start, rows=max(0, start.rows - start.last_rows), batches=start.batches - 1, step=start.step - 1
-            )
+        self._since = 0  # items that were pulled after it
+        self._hash: Any = None  # over items of the batch that is being read
 
     @property
     def _unit(self) -> str:
-        return "batches" if self._task.batch_size is None else "examples"
+        return "batches" if self._batch_size is None else "examples"
 
-    def snapshot_of(self, epoch: int) -> bytes | None:
-        """The source's own state from which this epoch goes on; called before the epoch is opened."""
-        begins = epoch == self._given.epoch
-        self._snapshot = self._given.snapshot if begins else None
-        self._since = self._given.since_snapshot if begins and self._snapshot is not None else 0
-        return self._snapshot
+    def rows_done(self, epoch: int) -> int:
+        """Rows of the epoch that were handed out before the run."""
+        return self._start.rows if epoch == self._start.epoch else 0
 
-    def skip(self, epoch: int, pull: Callable[[], Any | EndType]) -> bool:
+    def batches_done(self, epoch: int) -> int:
+        """Batches of the epoch that were handed out before the run."""
+        return self._start.batches if epoch == self._start.epoch else 0
+
+    # -- getting there
+
+    def open(self, epoch: int, loop: Any) -> OpenSource:
+        """Open an epoch, at the source's own state where the run begins with one. `skip` comes next.
+
+        Raises:
+            StateError: the source takes no state.
+        """
+        begins = epoch == self._start.epoch
+        self._snapshot = self._start.snapshot if begins else None
+        self._since = self._start.since_snapshot if begins and self._snapshot is not None else 0
+        self._batches = self.batches_done(epoch)
+        self._ended = False
+        self._hash = None
+        self._items = self._source.open(epoch, loop, self._snapshot)
+        return self._items
+
+    def skip(self, epoch: int, items: OpenSource, cancelled: Callable[[], bool]) -> bool:
         """Pull and drop what was handed out of this epoch already. False: nothing more is wanted.
 
         Raises:
-            StateError: the source is shorter than that.
+            StateError: the source is shorter than that, or another one.
         """
-        if epoch != self._given.epoch:
+        if epoch != self._start.epoch:
             return True
-        goal = self._items(self.start) if self._snapshot is None else self._since
-        if self._snapshot is None:
-            self._since = goal
+        self.is_inside = True
+        try:
+            if self._snapshot is not None:
+                return self._drop(items, self._since, cancelled)
+            goal = self._since = self._place(self._start)
+            return self._drop(items, goal, cancelled) and self._is_the_same(items, cancelled)
+        finally:
+            self.is_inside = False
+
+    def _place(self, point: StartPoint) -> int:
+        """Items of its epoch that lie before it."""
+        return point.batches if self._batch_size is None else point.rows
+
+    def _drop(self, items: OpenSource, goal: int, cancelled: Callable[[], bool]) -> bool:
         if goal:
             _LOG.info("going on where the state was saved: %d %s are read again and dropped", goal, self._unit)
-        clock, out = self._task.clock, self._task.out
+        clock = self._clock
         counted, counted_at = 0, clock()
         said_at = counted_at
+        size = self._batch_size or 1
+        last_batch = goal - (1 if self._batch_size is None else self._start.last_rows)
         for done in range(goal):
-            ended = pull() is END
-            now, cancelled = clock(), out.cancelled
-            if ended and not cancelled:
+            item = items.pull()
+            now, is_cancelled = clock(), cancelled()
+            if item is END and not is_cancelled:
                 raise self._too_short(done)
-            if cancelled or now - counted_at > COUNT_SECONDS or done + 1 == goal:
-                self._task.meters.add(replayed=done + 1 - counted)  # no source seconds: those are of the batches that come
+            if is_cancelled or now - counted_at > COUNT_SECONDS or done + 1 == goal:
+                self._meters.add(replayed=done + 1 - counted)  # no source seconds: those are of the batches that come
                 counted, counted_at = done + 1, now
-            if cancelled:
+            if is_cancelled:
                 return False
+            if done >= last_batch and self._snapshot is None:
+                self._look_at(item, done - last_batch, size)
             if now - said_at > PROGRESS_SECONDS:
                 said_at = now
                 _LOG.info("going on where the state was saved: %d of %d %s read again", done + 1, goal, self._unit)
         return True
 
-    def _items(self, cursor: StartPoint) -> int:
-        """Items of its epoch that lie before it."""
-        return cursor.batches if self._task.batch_size is None else cursor.rows
+    def _is_the_same(self, items: OpenSource, cancelled: Callable[[], bool]) -> bool:
+        """Compare with the source that was read when the state was saved. False: nothing more is wanted."""
+        start, sample = self._start, self._digest()
+        if start.sample is None or not start.batches:
+            return True
+        if sample != start.sample:
+            raise StateError(
+                f"batch {start.batches - 1} of epoch {start.epoch}, the last that was handed out before the state was saved, is another "
+                f"one now: the source is no longer the same, or draws random numbers that are not seeded; "
+                f"state.unchecked() goes on without this comparison"
+            )
+        if self._batch_size is not None and start.last_rows < self._batch_size:  # a remainder, so the epoch ended there
+            self._ended = items.pull() is END
+            if cancelled():
+                return False
+            if not self._ended:
+                raise StateError(
+                    f"epoch {start.epoch} of the source ended after {start.rows} {self._unit} when the state was saved, and has "
+                    f"more now: it is no longer the same source"
+                )
+        return True
 
     def _too_short(self, done: int) -> StateError:
         if self._snapshot is not None:
@@ -107,71 +167,63 @@ class Replay:
                 f"{self._unit} after that: it is no longer the same source"
             )
         return StateError(
-            f"the source ended after {done} {self._unit} of epoch {self._given.epoch}, and the state was saved after "
-            f"{self._items(self._given)}: it is no longer the same source, or was not given from its beginning"
+            f"the source ended after {done} {self._unit} of epoch {self._start.epoch}, and the state was saved after "
+            f"{self._place(self._start)}: it is no longer the same source, or was not given from its beginning"
         )
 
-    # -- batches
+    # -- items
 
-    def is_probe(self, position: Position) -> bool:
-        """Whether this batch was handed out before, and is read for the sake of comparing."""
-        return self._probes and position.step == self.start.step and position.epoch == self._given.epoch
-
-    def check_count(self, position: Position, items: int) -> None:
-        """Compare how many examples, or batches, could be read for the probe.
-
-        Raises:
-            StateError: not as many as then.
-        """
-        if not self.is_probe(position):
-            return
-        then = 1 if self._task.batch_size is None else self._given.last_rows
-        if items < then:
-            raise self._too_short(self._items(self.start) + items)
-        if items > then:
-            raise StateError(
-                f"epoch {self._given.epoch} of the source ended after {self._items(self._given)} {self._unit} when the state was saved, and has "
-                f"more now: it is no longer the same source"
-            )
-
-    def mark(self, position: Position, items: int, pair: StateAccess | None) -> None:
-        """Note at a batch what leads back to the place after it. Called right after its last item was pulled.
+    def pull(self, row: int, size: int) -> Any | EndType:
+        """The next item, or END.
 
         Args:
-            position: of the batch.
+            row: its place in the batch.
+            size: items of a whole batch.
+        """
+        assert self._items is not None
+        if self._ended:
+            return END
+        began = self._clock()
+        self.is_inside = True
+        try:
+            item = self._items.pull()
+        finally:
+            self.is_inside = False
+            self.pull_seconds = self._clock() - began
+            self._meters.add(source=self.pull_seconds)
+        if item is not END and self._snapshot is None:
+            self._look_at(item, row, size)
+        return item
+
+    def _look_at(self, item: Any, row: int, size: int) -> None:
+        """Add an item to the hash of its batch: now, as the source may overwrite it."""
+        if is_sampled(row, size):
+            if self._hash is None:
+                self._hash = hashlib.blake2b(digest_size=16)
+            add_item(self._hash, item)
+
+    def _digest(self) -> bytes | None:
+        digest, self._hash = self._hash, None
+        return None if digest is None else digest.digest()
+
+    def mark(self, items: int, *, is_whole: bool) -> SourceMark:
+        """What leads back to the place right after a batch. Called when its last item was pulled.
+
+        Args:
             items: that were pulled for it.
-            pair: how the source tells its own state; None where it cannot, or where it was asked for more than this batch.
+            is_whole: False where the source was asked for more than this batch, so that its state is further on.
 
         Raises:
             StateError: the source's state cannot be kept.
         """
+        self._batches += 1
         self._since += items
-        due = self._every is not None and (self._snapshot is None or (position.batches - 1) % self._every == 0)
-        snapshot = pair.snapshot() if pair is not None and due else None
-        if snapshot is not None:
-            self._snapshot = snapshot
-            self._since = 0
-        position.snapshot = self._snapshot
-        position.since_snapshot = self._since if self._snapshot is not None else 0
-
-    def passes(self, assembly: OpenBatch) -> bool:
-        """Sample a batch that is complete. False: it is the probe, which is right and goes no further.
-
-        Raises:
-            StateError: the probe is another batch than the one that was handed out then.
-        """
-        position = assembly.position
-        probe = self.is_probe(position)
-        if assembly.plan is None or (position.snapshot is not None and not probe):
-            return True
-        position.sample = sample_of(assembly.plan, assembly.memory, assembly.passed)
-        if not probe:
-            return True
-        self._task.meters.add(replayed=1 if self._task.batch_size is None else position.rows - position.first_row)
-        if position.sample != self._given.sample:
-            raise StateError(
-                f"batch {position.batches - 1} of epoch {position.epoch}, the last that was handed out before the state was saved, is another "
-                f"one now: the source, `transform` or `collate` is no longer the same, or draws random numbers that are not seeded; "
-                f"state.unchecked() goes on without this comparison"
-            )
-        return False
+        access = self._items.access if self._items is not None and is_whole else None
+        if access is not None and self._every is not None and (self._snapshot is None or (self._batches - 1) % self._every == 0):
+            snapshot = access.snapshot()
+            if snapshot is not None:
+                self._snapshot, self._since = snapshot, 0
+        sample = self._digest()
+        if self._snapshot is not None:
+            return SourceMark(self._snapshot, self._since, None)
+        return SourceMark(None, 0, sample)

@@ -1,70 +1,80 @@
-"""A hash over a few bytes of a batch on the host, by which a source that was read again is told from another one."""
+"""A hash over a few bytes of a few items, by which a source that is read again is told from another one."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from typing import Any, cast
 
+import jax
 import numpy as np
 
-from prefetchshard.base.batches import Memory
-from prefetchshard.planning.planner import Plan
+from prefetchshard.base.memory import AnyArray
 
+SAMPLED_ITEMS = 8
+"""Of a batch of examples; hashing one costs microseconds."""
 SAMPLED_BYTES = 512
-"""Of a batch, over its leaves: enough to meet nearly every row, few enough to cost microseconds."""
+"""Of an item, over its leaves: enough to meet nearly every row of a batch."""
 _LEAVES = 8
-"""Of a batch with more leaves only every so manyth gives its bytes."""
+"""Of an item with more leaves only some give their bytes."""
 _OBJECTS = 4
 _PLAIN = (str, bytes, int, float, bool)
 
 
-def sample_of(plan: Plan, memory: Memory | None, passed: dict[int, Any]) -> bytes:
-    """Sixteen bytes that depend on the shapes of a finished batch, and on bytes from all over its leaves on the host."""
-    if memory is not None and len(plan.staged) == len(plan.leaves) <= _LEAVES:
-        return _of_staged(memory.views[: len(plan.leaves)])
-    views = iter(memory.views if memory is not None else ())
-    staged = {index: next(views) for index in plan.staged}
-    values = [staged[index] if index in staged else passed.get(index) for index in range(len(plan.leaves))]
-    parts = [repr([getattr(value, "shape", None) for value in values]).encode()]
-    some = values[:: -(-len(values) // _LEAVES) or 1]
-    parts += [_some_bytes(value, SAMPLED_BYTES // len(some)) for value in some]
-    return hashlib.blake2b(b"\n".join(parts), digest_size=16).digest()
+def is_sampled(row: int, size: int) -> bool:
+    """Whether the item at this row of a batch of `size` is looked at: some from all over the batch, the last among them."""
+    return row == size - 1 or (row + 1) % max(1, size // SAMPLED_ITEMS) == 0
 
 
-def _of_staged(views: Sequence[np.ndarray[Any, Any]]) -> bytes:
-    """As below, where all leaves are contiguous and of numbers: this is on the path of every batch of an iterator."""
-    digest = hashlib.blake2b(repr([view.shape for view in views]).encode(), digest_size=16)
-    budget = SAMPLED_BYTES // len(views)
-    for view in views:
-        digest.update(_spread(view, budget))
-    return digest.digest()
+def add_item(digest: Any, item: Any) -> None:
+    """Add the shapes of an item's leaves, and bytes from all over them."""
+    try:
+        leaves: list[Any] = jax.tree_util.tree_leaves(item)
+    except (ValueError, TypeError):  # a dict whose keys have no order
+        leaves = [item]
+    if len(leaves) > _LEAVES:
+        digest.update(repr(len(leaves)).encode())
+        leaves = leaves[:: -(-len(leaves) // _LEAVES)]
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray):
+            _add_array(digest, cast("AnyArray", leaf), SAMPLED_BYTES // len(leaves))
+        elif isinstance(leaf, np.generic):
+            digest.update(leaf.tobytes())
+        elif type(leaf) in _PLAIN:
+            _add_objects(digest, [leaf])
+        else:
+            _add_foreign(digest, leaf, SAMPLED_BYTES // len(leaves))
 
 
-def _some_bytes(value: Any, budget: int) -> bytes:
-    if isinstance(value, np.ndarray):
-        return _of_array(value, budget)
-    if isinstance(value, list | tuple):
-        return _of_objects(value)
-    return _of_objects([value])
-
-
-def _of_array(array: Any, budget: int) -> bytes:
+def _add_array(digest: Any, array: AnyArray, budget: int) -> None:
+    digest.update(repr(array.shape).encode())
     if array.dtype.hasobject:
-        return _of_objects(array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist())
+        _add_objects(digest, array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist())
+        return
     array = np.asarray(array)  # of a masked array or a recarray, its numbers
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
-    return _spread(array, budget)
+    if array.nbytes <= budget:
+        digest.update(array.tobytes())
+    elif array.flags.c_contiguous:
+        flat = array.reshape(-1).view(np.uint8)
+        # An odd stride, so that not only the lowest byte of each number is met
+        digest.update(flat[:: (flat.size // budget) | 1].tobytes())
+    else:
+        digest.update(_spread(array, budget))
 
 
-def _spread(array: Any, budget: int) -> bytes:
-    """About so many bytes from all over a contiguous array."""
-    flat = array.reshape(-1).view(np.uint8)
-    # An odd stride, so that not only the lowest byte of each number is met.
-    return flat[:: (flat.size // budget) | 1].tobytes()
+def _add_foreign(digest: Any, leaf: Any, budget: int) -> None:
+    """A tensor of another library; of what is on devices the shape alone, since its bytes would have to come back."""
+    digest.update(repr(getattr(leaf, "shape", None)).encode())
+    if not isinstance(leaf, jax.Array) and hasattr(leaf, "__array__"):
+        with contextlib.suppress(Exception):  # the source's own type; it is read by the loader with more care
+            _add_array(digest, np.asarray(leaf), budget)
 
 
-def _of_objects(values: Any) -> bytes:
+def _spread(array: AnyArray, budget: int) -> bytes:
+    """Bytes from all over an array that is not contiguous, without copying all of it."""
+    step = max(1, array.nbytes // budget)
+    return array.flat[::step].tobytes()
+
+
+def _add_objects(digest: Any, values: list[Any]) -> None:
     some = [value[:64] if isinstance(value, (str, bytes)) else value for value in values[:: max(1, len(values) // _OBJECTS)]]
-    return "".join(repr(value) for value in some if type(value) in _PLAIN).encode("utf-8", "surrogatepass")
+    digest.update("".join(repr(value) for value in some if type(value) in _PLAIN).encode("utf-8", "surrogatepass"))

@@ -24,9 +24,11 @@ from prefetchshard.base.errors import PrefetchWarning, StuckThreadWarning, UsedU
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.measuring.stats import Meters, Stats
-from prefetchshard.placing.transfer_loops import HostQueue, Placer, ReadyQueue, TransferLimits, transfer_bodies
+from prefetchshard.placing.placer import Placer
+from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits, transfer_bodies
 from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.reading_plan import Reader
+from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.staging.aliased import Staging
 
 THREAD_PREFIX = "prefetchshard-"
@@ -106,7 +108,7 @@ class Run:
     def __init__(
         self,
         reader: Reader,
-        inbox: HostQueue,
+        inbox: Sequencer,
         placer: Placer,
         outbox: ReadyQueue,
         *,

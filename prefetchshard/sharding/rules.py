@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from prefetchshard.base.config import HOST, HostType
 from prefetchshard.base.errors import ConfigError, PlacementError
 from prefetchshard.sharding.batch_tree import LEAF, BatchTree, leaf_paths, mismatch, path_text
-from prefetchshard.sharding.leaf_sharding import fit, replicated_like, rows_like
+from prefetchshard.sharding.leaf_sharding import fit, replicated_like
 from prefetchshard.sharding.meshes import (
     check_spec,
     devices_of,
@@ -111,30 +111,30 @@ class ShardingRules:
             rules += [i] * len(below)
         return BatchTree(self._prefix, trees, paths=tuple(paths), named=tuple(named), rules=tuple(rules))
 
-    def shardings(
-        self, structure: BatchTree, shapes: Sequence[Shape], dtypes: Sequence[Any], refusals: Sequence[Exception | None] | None = None
-    ) -> list[Placed]:
+    def resolved(self, structure: BatchTree, shapes: Sequence[Shape], dtypes: Sequence[Any]) -> list[Placed]:
+        """The rule of each leaf, callables asked. Whether it fits is not looked at: a batch that is short need not."""
+        rules = [self._rules[i] for i in structure.rules]
+        return [
+            _ask(rule, self._scope, path, shapes[n], dtypes[n]) if callable(rule) else rule
+            for n, (rule, path) in enumerate(zip(rules, structure.paths, strict=True))
+        ]
+
+    def shardings(self, structure: BatchTree, shapes: Sequence[Shape], dtypes: Sequence[Any]) -> list[Placed]:
         """Where each leaf goes.
 
         Args:
             structure: from `flatten`.
             shapes: global shape of each leaf; for a leaf on the host anything.
             dtypes: of each leaf, for callable rules.
-            refusals: what to raise for each leaf that does not stay on the host.
 
         Raises:
             PlacementError: a leaf does not fit; names path, shape, spec, mesh and the way out.
         """
-        placed: list[Placed] = []
-        for n, (path, named, i) in enumerate(zip(structure.paths, structure.named, structure.rules, strict=True)):
-            rule = self._rules[i]
-            if callable(rule):
-                rule, named = _ask(rule, self._scope, path, shapes[n], dtypes[n]), True
-            refusal = None if rule is HOST or refusals is None else refusals[n]
-            if refusal is not None:
-                raise refusal
-            placed.append(HOST if rule is HOST else fit(rule, path, shapes[n], named=named))
-        return placed
+        found = self.resolved(structure, shapes, dtypes)
+        return [
+            HOST if rule is HOST else fit(rule, path, shapes[n], named=named or callable(self._rules[i]))
+            for n, (rule, path, named, i) in enumerate(zip(found, structure.paths, structure.named, structure.rules, strict=True))
+        ]
 
     def on_host(self, structure: BatchTree) -> tuple[bool, ...]:
         """Whether each leaf stays on the host by a rule that is known without looking at it."""
@@ -155,10 +155,6 @@ class ShardingRules:
         if any(callable(rule) for rule in self._rules):
             return None
         return math.lcm(*(row_split(rule) for rule in self._rules if isinstance(rule, Sharding)))
-
-    def mask_sharding(self, shardings: Sequence[Placed], shapes: Sequence[Shape]) -> Placed:
-        """Where the row mask `(rows,)` goes: like axis 0 of the leaves; see `rows_like`."""
-        return rows_like(shardings, shapes)
 
     def __repr__(self) -> str:
         each = zip(self._keys, self._rules, strict=True)

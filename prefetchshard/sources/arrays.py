@@ -9,9 +9,9 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from prefetchshard.base.batches import AnyArray
 from prefetchshard.base.config import Narrow
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.converting import private_copy, store
 from prefetchshard.sharding.batch_tree import path_text
 

@@ -256,7 +256,7 @@ class OpenAsyncIterator:
     """
 
     closable_from_outside = False
-    pair = None
+    access = None
 
     def __init__(self, iterable: Any, home: HomeLoop, patience_seconds: float | None) -> None:
         self._pump = _Pump(iterable)

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from prefetchshard.base.batches import AnyArray
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.converting import is_numeric
 from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sources.arrays import Arrays, find_arrays, name_of_type

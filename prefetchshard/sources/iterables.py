@@ -43,7 +43,7 @@ class OpenSource(Protocol):
         ...
 
     @property
-    def pair(self) -> StateAccess | None:
+    def access(self) -> StateAccess | None:
         """How the source tells and takes its own state; None where it cannot."""
         ...
 
@@ -82,7 +82,7 @@ class OpenIterator:
 
     Attributes:
         again: the source gave this very iterator the last time too. If it has nothing more, the data would end early, and quietly.
-        pair: how it, or what it was made from, tells its own state; None where it cannot.
+        access: how it, or what it was made from, tells its own state; None where it cannot.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class OpenIterator:
         *,
         ours: bool,
         again: bool = False,
-        pair: StateAccess | None = None,
+        access: StateAccess | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         self.again = again
-        self.pair = pair
+        self.access = access
         self._on_close = on_close
         self._iterator = iterator
         self._next = iterator.__next__
@@ -155,7 +155,7 @@ class IterableStream:
         self.one_shot = hasattr(iterable, "__next__")
         self._iterable = iterable
         self._last = _Last()
-        self._pairs: list[StateAccess] = []  # of the iterators that are being read; `append` and `remove` need no lock
+        self._accesses: list[StateAccess] = []  # of the iterators that are being read; `append` and `remove` need no lock
 
     @property
     def length(self) -> int | None:
@@ -163,25 +163,25 @@ class IterableStream:
 
     def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> OpenSource:
         del epoch, loop
-        pair = find_state_access(self._iterable)
+        access = find_state_access(self._iterable)
         iterator = None
-        if pair is not None:
-            self._pairs.append(pair)
-            if len(self._pairs) > 1:
-                for one in tuple(self._pairs):
+        if access is not None:
+            self._accesses.append(access)
+            if len(self._accesses) > 1:
+                for one in tuple(self._accesses):
                     one.distrust()
-        if pair is not None and snapshot is not None:
-            iterator = pair.restore(snapshot)  # before the iterator is made: that is when such sources look at it
+        if access is not None and snapshot is not None:
+            iterator = access.restore(snapshot)  # before the iterator is made: that is when such sources look at it
         if iterator is None:
             iterator = self._iterable if self.one_shot else iter(self._iterable)
-        on_close = None if pair is None else functools.partial(self._pairs.remove, pair)
-        if pair is None:
-            pair = find_state_access(iterator)
+        on_close = None if access is None else functools.partial(self._accesses.remove, access)
+        if access is None:
+            access = find_state_access(iterator)
             if snapshot is not None:
-                if pair is None:
+                if access is None:
                     raise refuse_snapshot(iterator)
-                pair.restore(snapshot)
-        return OpenIterator(iterator, ours=True, again=self._last.is_again(iterator), pair=pair, on_close=on_close)
+                access.restore(snapshot)
+        return OpenIterator(iterator, ours=True, again=self._last.is_again(iterator), access=access, on_close=on_close)
 
 
 class FactoryStream:

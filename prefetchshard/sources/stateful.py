@@ -58,7 +58,7 @@ class StateAccess:
 
 
 def find_state_access(source: Any) -> StateAccess | None:
-    """The two methods, where the source has both of a pair."""
+    """The two methods, where the source has both of the two."""
     node: Any = source if _is_node(source) else getattr(source, "root", None)
     if _is_node(node):
         # A torchdata.nodes.Loader begins anew when it is put where its data ended; the node inside it stays at the end, as it must here.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from prefetchshard.base.batches import AnyArray, Memory
+from prefetchshard.base.memory import AnyArray, Memory
 
 ALIGNMENT = 64
 """Bytes: JAX aliases (CPU) memory that begins at a multiple of this, and copies other memory a second time."""

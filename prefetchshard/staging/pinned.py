@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from prefetchshard.base.batches import AnyArray, Memory
+from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.staging.aliased import AliasedStaging, FreshStaging, Layout, Staging, StagingStats, views_of
 
 _jax: Any = jax

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from prefetchshard.placing.transfer import is_jax_array
+from prefetchshard.leaves.on_devices import is_jax_array
 from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sharding.meshes import devices_of, index_map, sharding_text, spec_text
 

@@ -12,7 +12,7 @@ import jax
 import msgspec
 import numpy as np
 
-from prefetchshard.base.batches import AnyArray, Memory
+from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.building import run_factory as building
 from prefetchshard.placing.transfer_loops import TransferLimits
 from prefetchshard.staging.aliased import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of

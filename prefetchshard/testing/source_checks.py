@@ -194,7 +194,7 @@ class _StreamCheck:
         items = _Reading(source)
         with items:
             known, reuses, ended = items.read(self._most)
-            has_state = items.pair is not None
+            has_state = items.access is not None
             if ended and items.is_iterator:
                 assert items.pull() is END, "after its end it gave one more item"
         self._check_examples(known, ended)
@@ -258,12 +258,12 @@ class _Reading:
         return isinstance(self._items, OpenIterator)
 
     @property
-    def pair(self) -> Any:
+    def access(self) -> Any:
         assert self._items is not None
-        return self._items.pair
+        return self._items.access
 
     def snapshot(self) -> bytes:
-        return self.pair.snapshot()
+        return self.access.snapshot()
 
     def pull(self) -> Any:
         assert self._items is not None

@@ -6,11 +6,10 @@ import hashlib
 
 import msgspec
 
-from prefetchshard.base.batches import Position
 from prefetchshard.base.config import Pad, Settings
 from prefetchshard.base.errors import ConfigError, StateError
+from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.ordering.epoch_order import EpochOrder
-from prefetchshard.reading.reading_plan import StartPoint
 from prefetchshard.resuming.loader_state import Fingerprint, LoaderState
 from prefetchshard.sources import Source
 from prefetchshard.sources.arrays import Arrays
@@ -41,30 +40,13 @@ class HandedOut:
 
     def state(self, fingerprint: Fingerprint) -> LoaderState:
         """The state after the last batch handed out."""
-        position, start = self.position, self.end or self.start
-        if self.end is not None or position is None:
-            return state_at(start, fingerprint)
-        way = "index" if start.resumes_by == "index" else "replay" if position.snapshot is None else "snapshot"
-        return LoaderState(
-            run=start.run,
-            run_epoch=start.run_epoch,
-            epoch=position.epoch,
-            rows=position.rows,
-            batches=position.batches,
-            step=position.step + 1,
-            last_rows=position.rows - position.first_row,
-            batch_rows=position.batch_rows,
-            resumes_by=way,
-            snapshot=position.snapshot,
-            since_snapshot=position.since_snapshot,
-            sample=position.sample,
-            fingerprint=fingerprint,
-        )
+        end, position = self.end, self.position  # each read once: another thread may set them
+        return state_at(end or (self.start if position is None else position.after), fingerprint)
 
 
-def state_at(cursor: StartPoint, fingerprint: Fingerprint) -> LoaderState:
+def state_at(start: StartPoint, fingerprint: Fingerprint) -> LoaderState:
     """The state of a run that has not handed out anything."""
-    return LoaderState(**msgspec.structs.asdict(cursor), fingerprint=fingerprint)
+    return LoaderState(**msgspec.structs.asdict(start), fingerprint=fingerprint)
 
 
 def cursor_of(state: object, have: Fingerprint) -> StartPoint:

@@ -1,0 +1,165 @@
+"""What the readers hand to the transfer: batches on the host, the end of an epoch, and why reading failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from prefetchshard.base.memory import AnyArray, Memory
+from prefetchshard.base.position import Position
+from prefetchshard.planning.plan import MASK, HostPlan, Kind, Plan
+from prefetchshard.staging.aliased import Staging
+
+
+class SourceMark:
+    """What leads back to the place in the source right after a batch.
+
+    Attributes:
+        snapshot: the source's own state after this batch or one before it, encoded; None where it has none.
+        since_snapshot: items that were pulled after the snapshot, up to the end of the batch.
+        sample: a hash over items of the batch, where only reading again leads back here.
+    """
+
+    __slots__ = ("sample", "since_snapshot", "snapshot")
+
+    def __init__(self, snapshot: bytes | None, since_snapshot: int, sample: bytes | None) -> None:
+        self.snapshot = snapshot
+        self.since_snapshot = since_snapshot
+        self.sample = sample
+
+
+class HostBatch:
+    """A batch on the host, on its way to the transfer.
+
+    The readers fill in what they know; the sequencer adds `plan`, `position` and `mask`.
+
+    Attributes:
+        host_plan: how it lies on the host.
+        memory: of the leaves that are staged; None where there are none.
+        passed: leaves that are not staged, by index: jax.Arrays, lists of keys, and what stays on the host.
+        epoch: of the batch.
+        examples: that it was made of; None where the source makes the batches.
+        is_last: True where the source is known to have no item after it in this epoch.
+        ends_epoch: whether it ends its epoch; None where that is not known yet.
+        mark: what leads back to the place after it; None where rows are found by number.
+        plan: how it is placed and put together again.
+        position: where it stands in the data.
+        rows: that count for it, padding not among them; 0 where its leaves have none in common.
+        mask: `(rows,)` of bool, False where a row is padding; None where the plan has no mask on the devices.
+    """
+
+    __slots__ = (
+        "ends_epoch", "epoch", "examples", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows",
+    )  # fmt: skip
+    plan: Plan
+    position: Position
+
+    def __init__(
+        self,
+        host_plan: HostPlan,
+        memory: Memory | None,
+        passed: dict[int, Any],
+        *,
+        epoch: int,
+        examples: int | None,
+        is_last: bool = False,
+        ends_epoch: bool | None = None,
+        mark: SourceMark | None = None,
+    ) -> None:
+        self.host_plan = host_plan
+        self.memory = memory
+        self.passed = passed
+        self.epoch = epoch
+        self.examples = examples
+        self.is_last = is_last
+        self.ends_epoch = ends_epoch
+        self.mark = mark
+        self.rows = (host_plan.rows or 0) if examples is None else examples
+        self.mask: AnyArray | None = None
+
+    def complete(self, plan: Plan, valid: int | None, staging: Staging) -> int:
+        """Fill up to the rows of its plan, and add the row mask. Returns the number of padding rows.
+
+        Args:
+            plan: how it is placed.
+            valid: rows that it has; None where it has none in common.
+            staging: for the memory of a batch that must grow.
+        """
+        self.plan = plan
+        if plan.rows is None or valid is None:
+            return 0
+        missing = plan.rows - valid
+        if missing and plan.layout is not self.host_plan.layout:
+            self._move(plan, staging)
+        if missing and self.memory is not None:
+            for view, i in zip(self.memory.views, plan.staged, strict=True):
+                padding = plan.leaves[i].padding
+                if plan.leaves[i].has_rows and padding is not None:
+                    view[valid:] = padding
+        if plan.pad is not None:
+            mask = np.ones(plan.rows, bool)
+            mask[valid:] = False
+            if plan.masks_on_host:
+                self.passed[MASK] = mask
+            else:
+                self.mask = mask
+        return missing
+
+    def _move(self, plan: Plan, staging: Staging) -> None:
+        """Into memory with room for the rows of the plan: one more copy, for a batch that is short."""
+        old = self.memory
+        if old is None:
+            return
+        self.memory = staging.lease(plan.layout)
+        for view, from_view in zip(self.memory.views, old.views, strict=True):
+            np.copyto(view if view.shape == from_view.shape else view[: len(from_view)], from_view)
+        old.release()
+
+    def drop_memory(self) -> None:
+        """Give the memory back unused."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.release()
+
+
+class EpochMark:
+    """The end of an epoch, in the order of the batches.
+
+    Attributes:
+        epoch: that ended.
+        left: examples read after the last whole batch, which make no batch; the remainder policy decides what becomes of them.
+        paths: of the leaves of these examples, for an error; empty where not known.
+    """
+
+    __slots__ = ("epoch", "left", "paths")
+
+    def __init__(self, epoch: int, left: int = 0, paths: tuple[str, ...] = ()) -> None:
+        self.epoch = epoch
+        self.left = left
+        self.paths = paths
+
+
+class ReadFailure(Exception):
+    """Carries the fault of a reader through the queue, to where it is known which batch it belongs to. Never reaches a user.
+
+    Attributes:
+        error: what was raised.
+        stage: in which stage.
+        epoch: of the batch.
+        rows: positions `[first, last)` in the epoch, where they are known.
+        of_batch: whether it belongs to a batch, rather than to the epoch.
+    """
+
+    def __init__(self, error: BaseException, stage: str, epoch: int, *, rows: tuple[int, int] | None = None, of_batch: bool = True) -> None:
+        super().__init__(stage)
+        self.error = error
+        self.stage = stage
+        self.epoch = epoch
+        self.rows = rows
+        self.of_batch = of_batch
+
+
+def is_staged(plan: Plan, index: int) -> bool:
+    """Whether an array of the plan's put order lies in the staging memory."""
+    return index != MASK and plan.leaves[index].kind is Kind.STAGED

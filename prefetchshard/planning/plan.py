@@ -1,0 +1,246 @@
+"""What is known of batches of one signature (structure, shapes, dtypes): how they lie on the host, and how they are placed.
+
+A `HostPlan` is made where a batch is read. It needs no sharding to fit, so that a batch which turns out short has one too. A `Plan` is
+made where batches come in order; it fixes the rows that are placed, which padding may make more than the batch has. Both are made once a
+signature and hold what the path of a batch would otherwise have to find out again.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from prefetchshard.base.config import HOST, Pad
+from prefetchshard.base.errors import ConfigError, LeafTypeError, NarrowingError
+from prefetchshard.base.memory import AnyArray
+from prefetchshard.base.specs import LeafSpec
+from prefetchshard.leaves.converting import narrows
+from prefetchshard.planning.packing import find_packing
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sharding.leaf_sharding import rows_like, with_leading_axis
+from prefetchshard.staging.aliased import Layout
+
+Shape = tuple[int, ...]
+DType = np.dtype[Any]
+Refusal = LeafTypeError | NarrowingError
+MASK = -1
+"""In place of a leaf's index: the row mask."""
+OBJECT = np.dtype(object)
+
+
+class Kind(enum.Enum):
+    """How a leaf travels."""
+
+    STAGED = "through the staging memory"
+    DEVICE = "a jax.Array: from device to device"
+    KEYS = "PRNG keys of examples: stacked before the transfer"
+    HOST = "stays on the host"
+
+
+class Leaf:
+    """What is known of one leaf.
+
+    Attributes:
+        path: its place in the batch.
+        kind: how it travels.
+        shape: of the whole leaf on the host, `(rows, *example)` where it has rows; `()` for leaves that stay on the host.
+        dtype: in the source.
+        target: on the devices.
+        has_rows: whether axis 0 is the rows of the batch.
+        sharding: where it goes, or HOST; HOST before it is placed.
+        padding: what fills its padding rows; None without padding.
+        refusal: why no device can hold it; raised unless its rule keeps it on the host.
+        example: the shape of one example, where the batch is made of examples.
+        is_narrowed: whether values could be lost on the way to the devices.
+    """
+
+    __slots__ = ("dtype", "example", "has_rows", "is_narrowed", "kind", "padding", "path", "refusal", "shape", "sharding", "target")
+
+    def __init__(self, path: str, kind: Kind, shape: Shape, dtype: DType, target: DType) -> None:
+        self.path = path
+        self.kind = kind
+        self.shape = shape
+        self.dtype = dtype
+        self.target = target
+        self.has_rows = False
+        self.sharding: Any = HOST
+        self.padding: AnyArray | None = None
+        self.refusal: Refusal | None = None
+        self.example: Shape = shape[1:]
+        self.is_narrowed = kind is Kind.STAGED and narrows(dtype, target)
+
+    def with_rows(self, rows: int | None) -> Leaf:
+        """A copy of it with so many rows, where it has rows."""
+        leaf = copy.copy(self)
+        if leaf.has_rows and rows is not None and leaf.shape:
+            leaf.shape = (rows, *leaf.shape[1:])
+        return leaf
+
+
+class HostPlan:
+    """How batches of one signature lie on the host.
+
+    Attributes:
+        tree: the containers of the batch.
+        leaves: in the order of the tree.
+        rows: of the batch; None where the leaves have no rows in common.
+        staged: indices of the leaves in staging memory, in the order of the memory's views.
+        layout: of the staging memory.
+        is_made: the source or `collate` made the batch; else it is made of examples, which are its rows.
+        placed: the plans made from it, by the rows that are placed.
+    """
+
+    def __init__(self, tree: BatchTree, leaves: list[Leaf], rows: int | None, *, is_made: bool) -> None:
+        self.tree = tree
+        self.leaves = leaves
+        self.rows = rows
+        self.is_made = is_made
+        self.staged = [i for i, leaf in enumerate(leaves) if leaf.kind is Kind.STAGED]
+        self.layout = Layout([(leaves[i].shape, leaves[i].target) for i in self.staged])
+        self.placed: dict[int | None, Plan] = {}
+        plain = len(self.staged) == len(leaves) > 0 and all(leaf.dtype == leaf.target for leaf in leaves)
+        self._plain = [(leaf.shape, leaf.dtype) for leaf in leaves] if plain else None
+
+    def is_plain_for(self, leaves: Sequence[Any]) -> bool:
+        """Whether these leaves of a batch with this tree are NumPy arrays that only have to be copied."""
+        if self._plain is None:
+            return False
+        for leaf, (shape, dtype) in zip(leaves, self._plain, strict=True):
+            if type(leaf) is not np.ndarray or leaf.shape != shape or leaf.dtype != dtype:
+                return False
+        return True
+
+
+class Plan:
+    """How batches of one signature are placed and put together.
+
+    Attributes:
+        tree: of the batch, without the mask.
+        leaves: in the order of the tree, with their shardings.
+        rows: global rows of a full batch; None where the leaves have no rows in common.
+        staged: indices of the leaves in staging memory, in the order of the memory's views.
+        layout: of the staging memory.
+        pad: the padding policy, or None.
+        put_order: the leaf index of each array that is put, MASK for the mask: staged leaves, then those on devices, then the mask.
+        put_shapes: the shape in which it is put.
+        put_shardings: where it goes.
+        put_paths: its path, for errors.
+        masks_on_host: the row mask stays on the host, as all leaves do.
+        packing: of the small leaves into one buffer, where that is the better way; None where each is put by itself.
+        nbytes: of one batch, over all devices once.
+        spans_devices: whether an array of it lies on several devices.
+    """
+
+    def __init__(self, host: HostPlan, leaves: list[Leaf], rows: int | None, microbatches: int | None, pad: Pad | None) -> None:
+        self.tree = host.tree
+        self.leaves = leaves
+        self.rows = rows
+        self.microbatches = microbatches
+        self.pad = pad if rows is not None else None
+        self.staged = [i for i, leaf in enumerate(leaves) if leaf.kind is Kind.STAGED]
+        same = rows == host.rows and self.staged == host.staged
+        self.layout = host.layout if same else Layout([(leaves[i].shape, leaves[i].target) for i in self.staged])
+        put = [*self.staged, *(i for i, leaf in enumerate(leaves) if leaf.kind in (Kind.DEVICE, Kind.KEYS))]
+        self.put_order = list(put)
+        self.put_shapes = [self.cut(leaves[i].shape, leaves[i].has_rows) for i in put]
+        self.put_shardings = [self._cut_sharding(leaves[i].sharding, leaves[i].has_rows) for i in put]
+        self.put_paths = [leaves[i].path for i in put]
+        self.masks_on_host = False
+        if self.pad is not None and rows is not None:
+            self._add_mask(self.pad, rows)
+        self.packing = find_packing(self.layout, self.put_shapes, self.put_shardings)
+        self.nbytes = self.layout.nbytes + (rows or 0) * (MASK in self.put_order)
+        self.spans_devices = any(len(sharding.device_set) > 1 for sharding in self.put_shardings)
+
+    def cut(self, shape: Shape, has_rows: bool) -> Shape:
+        """The shape with the microbatch axis in front."""
+        if self.microbatches is None or not has_rows:
+            return shape
+        return (self.microbatches, shape[0] // self.microbatches, *shape[1:])
+
+    def _cut_sharding(self, sharding: Any, has_rows: bool) -> Any:
+        return with_leading_axis(sharding) if self.microbatches is not None and has_rows else sharding
+
+    def _add_mask(self, pad: Pad, rows: int) -> None:
+        placed = [leaf for leaf in self.leaves if leaf.sharding is not HOST]
+        where = rows_like([leaf.sharding for leaf in placed], [leaf.shape for leaf in placed])
+        self.masks_on_host = where is HOST
+        if where is not HOST:
+            self.put_order.append(MASK)
+            self.put_shapes.append(self.cut((rows,), True))
+            self.put_shardings.append(self._cut_sharding(where, True))
+            self.put_paths.append(pad.mask_key)
+
+    def cut_on_host(self, passed: dict[int, Any]) -> None:
+        """Cut the leaves that stayed on the host into the microbatches of the others, where they have a row for each."""
+        for index, value in passed.items():
+            if isinstance(value, np.ndarray) and (index == MASK or self.leaves[index].has_rows):
+                array = cast("AnyArray", value)
+                passed[index] = array.reshape(self.cut(array.shape, True))
+
+    def assemble(self, placed: Sequence[Any], passed: dict[int, Any]) -> Any:
+        """The batch as the consumer gets it, from the arrays in put order and the leaves that stayed on the host."""
+        leaves: list[Any] = [None] * len(self.leaves)
+        mask = None
+        for index, array in zip(self.put_order, placed, strict=True):
+            if index == MASK:
+                mask = array
+            else:
+                leaves[index] = array
+        for index, value in passed.items():
+            if index == MASK:
+                mask = value
+            else:
+                leaves[index] = value
+        batch = self.tree.unflatten(leaves)
+        return batch if self.pad is None else _with_mask(batch, mask, self.pad)
+
+    def spec(self) -> tuple[LeafSpec, ...]:
+        """What a batch looks like on the devices."""
+        specs: list[LeafSpec] = []
+        for index, shape, sharding, path in zip(self.put_order, self.put_shapes, self.put_shardings, self.put_paths, strict=True):
+            dtype = np.dtype(bool) if index == MASK else self.leaves[index].target
+            specs.append(leaf_spec(path, shape, dtype, sharding))
+        on_host = [(leaf, self.cut(leaf.shape, leaf.has_rows and bool(leaf.shape))) for leaf in self.leaves if leaf.kind is Kind.HOST]
+        specs += [LeafSpec(leaf.path, shape, leaf.dtype, HOST, 0) for leaf, shape in on_host]
+        if self.masks_on_host and self.pad is not None and self.rows is not None:
+            specs.append(LeafSpec(self.pad.mask_key, self.cut((self.rows,), True), np.dtype(bool), HOST, 0))
+        return tuple(specs)
+
+
+def leaf_spec(path: str, shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> LeafSpec:
+    """The spec of an array under a sharding."""
+    return LeafSpec(path, shape, dtype, sharding, math.prod(sharding.shard_shape(shape)) * dtype.itemsize)
+
+
+def _with_mask(batch: Any, mask: Any, pad: Pad) -> Any:
+    if not _is(batch, Mapping):
+        return batch, mask
+    check_mask_key(pad, batch)
+    if not _is(batch, MutableMapping):
+        return type(batch)({**batch, pad.mask_key: mask})
+    batch[pad.mask_key] = mask
+    return batch
+
+
+def _is(batch: Any, kind: type) -> bool:
+    return isinstance(batch, kind)
+
+
+def check_mask_key(pad: Pad, batch: Mapping[Any, Any]) -> None:
+    """Whether the row mask finds its name free in a mapping batch.
+
+    Raises:
+        ConfigError: the batch has an entry of that name.
+    """
+    if pad.mask_key in batch:
+        raise ConfigError(
+            f"remainder='pad' adds the row mask under {pad.mask_key!r}, and the batch has an entry of that name; "
+            f"choose another: remainder=ps.Pad(mask_key=...)"
+        )

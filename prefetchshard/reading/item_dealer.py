@@ -1,0 +1,316 @@
+"""Deals out items that are pulled, one thread at a time: iterators, iterables, factories and async sources.
+
+The source's own thread pulls. Without functions of the user's it also writes, for handing over costs more than copying a small batch;
+large batches are copied by workers, and `transform` and `collate` run there.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from prefetchshard.base.waiters import Waiters
+from prefetchshard.leaves.converting import are_unshared, private_copy
+from prefetchshard.planning.host_batch import EpochMark, ReadFailure
+from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.reading.reading_plan import Part, ReadingPlan, cpu_count
+from prefetchshard.reading.worker import Worker
+from prefetchshard.reading.writing import Writer
+from prefetchshard.resuming.replay import ReplayedSource
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sources.asynchronous import OwnLoop
+from prefetchshard.sources.iterables import END, OpenSource
+
+COPY_BYTES_PER_SECOND = 4e9
+"""Of one thread, a low guess: 5 to 10 GB/s were measured."""
+
+SHARE_BYTES = 4 << 20
+"""A large batch is copied in shares of at least this size: waking a thread costs as much as copying some hundred kilobytes."""
+
+HAND_OVER_SECONDS = 0.001
+"""A source that takes longer than this for a batch is asked for the next one before a worker has copied it, where that can be."""
+
+
+class ItemDealer:
+    """Pulls items in one thread, and deals them to workers where there are some.
+
+    Args:
+        plan: of the reading.
+        writer: writes into the memory of batches.
+        source: that is pulled; it begins where the run begins.
+        tell_epoch: called before each epoch.
+    """
+
+    def __init__(self, plan: ReadingPlan, writer: Writer, source: ReplayedSource, tell_epoch: Callable[[int], None]) -> None:
+        self._plan = plan
+        self._writer = writer
+        self._source = source
+        self._tell_epoch = tell_epoch
+        self._worker = Worker(plan, writer)
+        self._items: OpenSource | None = None
+        self._closing = threading.Lock()  # guards _items' being closed once
+        self.helpers: list[threading.Thread] = []
+        self.close_failures: list[BaseException] = []
+        self._loop = OwnLoop(self.helpers)
+        self._copied = Waiters()
+        self._worker.part_done = lambda part: self._copied.wake()
+        self._copiers = min(plan.workers, cpu_count()) - 1  # beside the source's own thread; copying is all that they do
+        self._has_functions = plan.functions.transform is not None or plan.functions.collate is not None
+        # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
+        self._jobs: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+
+    @property
+    def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
+        workers = self._plan.workers if self._has_functions else self._copiers if self._plan.batch_size is None else 0
+        return [("source", self._read), *((f"reader-{i}", self._work) for i in range(workers))]
+
+    def _work(self) -> None:
+        self._worker.work(self._jobs.get)
+
+    def interrupt(self) -> None:
+        items = self._items
+        if items is not None:
+            items.interrupt()
+        self._dismiss_workers()
+
+    def close_from_outside(self) -> None:
+        items = self._items
+        if items is not None and self._source.is_inside and items.closable_from_outside:
+            try:
+                self._close(items)
+            except BaseException as error:  # noqa: BLE001 - whoever closes the run says it
+                self.close_failures.append(error)
+
+    def _dismiss_workers(self) -> None:
+        for _ in range(self._plan.workers):
+            self._jobs.put(None)
+
+    # -- the source's thread
+
+    def _read(self) -> None:
+        out = self._plan.out
+        failure: ReadFailure | None = None
+        epoch = self._plan.start.epoch
+        try:
+            for epoch in self._plan.epoch_numbers():
+                if not self._read_epoch(epoch):
+                    break
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+            failure = ReadFailure(error, "reading the source", epoch, of_batch=False)
+        try:
+            if self._items is not None:
+                self._close(self._items)
+        except BaseException as error:  # noqa: BLE001 - as above
+            if out.cancelled:
+                self.close_failures.append(error)
+            elif failure is None:
+                failure = ReadFailure(error, "closing the source", epoch, of_batch=False)
+        out.end(failure)
+        self._dismiss_workers()
+        del failure  # its traceback holds this frame
+        self._loop.close()
+
+    def _read_epoch(self, epoch: int) -> bool:
+        """Read one epoch. False: nothing more is wanted."""
+        out = self._plan.out
+        if out.cancelled:
+            return False
+        self._tell_epoch(epoch)
+        self._items = items = self._source.open(epoch, self._loop)
+        if out.cancelled:  # it came between: nobody else will tell the new items
+            items.interrupt()
+            return False
+        if not self._source.skip(epoch, items, lambda: out.cancelled):
+            return False
+        if not (self._read_examples(epoch) if self._plan.batch_size is not None else self._read_batches(epoch)):
+            return False
+        self._close(items)
+        return True
+
+    def _close(self, items: OpenSource) -> None:
+        with self._closing:
+            if self._items is not items:
+                return
+            self._items = None
+        items.close()
+
+    def _keep(self, item: Any) -> Any:
+        """The item, safe from what the source does next."""
+        return private_copy(item, deep=True) if self._plan.reuses_buffers else item
+
+    # -- examples
+
+    def _read_examples(self, epoch: int) -> bool:
+        plan, size = self._plan, self._plan.batch_size
+        assert size is not None
+        first_row = self._source.rows_done(epoch)
+        while (ticket := plan.out.reserve()) is not None:
+            batch = OpenBatch(ticket, epoch, first_row, examples=size)
+            try:
+                count = self._fill(batch, size)
+                if plan.out.cancelled:
+                    batch.discard()
+                    return False
+                if count:
+                    batch.mark = self._source.mark(count, is_whole=count == size)
+            except BaseException as error:  # noqa: BLE001 - as above
+                batch.fail(error, "reading", (first_row, first_row + size))
+                batch.discard()
+                return False
+            if count < size:
+                return self._end_examples(batch, count)
+            first_row += size
+            self._complete(batch)
+        return False
+
+    def _fill(self, batch: OpenBatch, size: int) -> int:
+        """Read up to `size` examples into a batch. Returns how many there were."""
+        if self._has_functions:
+            return self._fill_by_workers(batch, size)
+        source, cancelled = self._source, self._plan.out
+        writer = self._writer.examples(batch, 0, size)
+        row = 0
+        for row in range(size):
+            item = source.pull(row, size)
+            if item is END or cancelled.cancelled:
+                break
+            writer.write(item)
+        else:
+            row = size
+        writer.finish()
+        return row
+
+    def _fill_by_workers(self, batch: OpenBatch, size: int) -> int:
+        """As `_fill`, handing runs of examples to the workers."""
+        run = max(1, size // (2 * self._plan.workers))  # several runs a worker: an uneven one delays the batch less
+        batch.collected = [None] * size if self._plan.functions.collate is not None else None
+        chunk: list[Any] = []
+        for row in range(size):
+            item = self._source.pull(row, size)
+            if item is END or self._plan.out.cancelled:
+                self._hand_over(batch, chunk, row)
+                return row
+            chunk.append(self._keep(item))
+            if len(chunk) == run:
+                self._hand_over(batch, chunk, row + 1)
+                chunk = []
+        self._hand_over(batch, chunk, size)
+        return size
+
+    def _hand_over(self, batch: OpenBatch, chunk: list[Any], stop: int) -> None:
+        if chunk:
+            batch.add_part()
+            self._jobs.put(Part(batch, stop - len(chunk), stop, stage="transforming", items=chunk))
+
+    def _complete(self, batch: OpenBatch) -> None:
+        """All examples of a batch were read."""
+        if batch.collected is not None:  # collating is work for a worker
+            batch.add_part()
+            self._jobs.put(Part(batch, 0, 0, stage="transforming", work=_nothing))
+        if batch.close_parts():
+            self._worker.finish(batch)
+
+    def _end_examples(self, batch: OpenBatch, count: int) -> bool:
+        """The epoch ended inside a batch, or right before it. What is left makes a batch only where it is padded."""
+        ticket: Any = batch.ticket
+        left, paths = count, () if batch.plan is None else batch.plan.tree.paths
+        if count and self._plan.pads:
+            batch.examples = count
+            batch.is_last = batch.ends_epoch = True
+            self._complete(batch)
+            left, ticket = 0, self._plan.out.reserve()
+        elif count:
+            batch.discard()
+        if ticket is None:
+            return False
+        ticket.send(EpochMark(batch.epoch, left, paths))
+        return True
+
+    # -- batches that the source makes
+
+    def _read_batches(self, epoch: int) -> bool:
+        plan, source = self._plan, self._source
+        number = source.batches_done(epoch)
+        while (ticket := plan.out.reserve()) is not None:
+            batch = OpenBatch(ticket, epoch, number)
+            try:
+                item = source.pull(0, 1)
+                if plan.out.cancelled:
+                    ticket.withdraw()
+                    return False
+                if item is END:
+                    ticket.send(EpochMark(epoch))
+                    return True
+                batch.mark = source.mark(1, is_whole=True)
+                if self._has_functions:
+                    batch.expect(1)
+                    self._jobs.put(Part(batch, 0, 1, stage="transforming", items=[self._keep(item)]))
+                    del item
+                else:
+                    flat = self._writer.flatten(item)
+                    del item  # only the leaves are held from here on: so it shows whether the source holds them too
+                    self._write(batch, *flat)
+                    del flat  # the source may use its memory for the next one
+            except BaseException as error:  # noqa: BLE001 - as above
+                batch.fail(error, "reading")
+                return False
+            number += 1
+        return False
+
+    def _write(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree) -> None:
+        """Copy a batch in this thread, by a worker while the source goes on, or, where it is large, in shares by several."""
+        plan, writer, took = self._plan, self._writer, self._source.pull_seconds
+        began = plan.clock()
+        # The first batch is looked at in this thread
+        goes_on = not plan.reuses_buffers or (self._copiers > 0 and writer.has_plan and are_unshared(leaves))
+        kept = writer.open_whole(batch, leaves, tree)
+        nbytes = 0 if batch.plan is None else batch.plan.layout.nbytes
+        is_slow = goes_on and self._copiers > 0 and took > HAND_OVER_SECONDS
+        shares = self._choose_shares(batch, nbytes, goes_on, took)
+        if is_slow and nbytes:
+            shares = max(1, shares)
+        if not (shares > 1 or (shares and goes_on)):
+            writer.copy_share(batch, kept)
+            plan.meters.add(copy=plan.clock() - began)
+            batch.send()
+            return
+        parts = [Part(batch, 0, 1, stage="reading", work=partial(writer.copy_share, batch, kept, i, shares)) for i in range(shares)]
+        batch.expect(shares)
+        for part in parts if goes_on else parts[1:]:
+            self._jobs.put(part)
+        if not goes_on:
+            self._worker.do(parts[0])
+            self._wait_until_read(batch)
+        plan.meters.add(copy=plan.clock() - began)
+
+    def _choose_shares(self, batch: OpenBatch, nbytes: int, goes_on: bool, pull_seconds: float) -> int:
+        """Into how many shares a batch is cut; 0 where it is copied here, at once.
+
+        Where the source goes on meanwhile, just as many copy as keep up with it: each that wakes takes the interpreter's lock from it.
+        """
+        has_rows = batch.plan is not None and batch.plan.rows
+        most = min(self._copiers + (not goes_on), nbytes // SHARE_BYTES) if has_rows else 0
+        if not goes_on or most < 1:
+            return most
+        return max(1, min(most, math.ceil(1.5 * nbytes / COPY_BYTES_PER_SECOND / max(pull_seconds, 1e-6))))
+
+    def _wait_until_read(self, batch: OpenBatch) -> None:
+        """Wait for the other shares; the source must not be touched before, also where nothing more is wanted."""
+        while not batch.is_read:
+            try:
+                part = self._jobs.get_nowait()  # workers that were dismissed leave parts behind
+            except queue.Empty:
+                self._copied.wait(lambda: batch.is_read)
+                return
+            if part is not None:
+                self._worker.do(part)
+            elif not self._plan.out.cancelled:
+                self._jobs.put(None)
+
+
+def _nothing() -> None:
+    pass

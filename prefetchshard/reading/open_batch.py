@@ -1,0 +1,147 @@
+"""A batch while it is read: opened with its first example, filled in parts by several workers, sent by the last of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prefetchshard.base.memory import AnyArray, Memory
+from prefetchshard.leaves.converting import blank
+from prefetchshard.planning.host_batch import HostBatch, ReadFailure, SourceMark
+from prefetchshard.planning.plan import HostPlan, Kind
+from prefetchshard.reading.reading_plan import HostTicket
+from prefetchshard.staging.aliased import Staging
+
+
+class OpenBatch:
+    """One batch on its way from the source into the staging memory.
+
+    Attributes:
+        ticket: its place in the order.
+        epoch: of the batch.
+        first_row: rows of the epoch before it; without `batch_size`, batches.
+        examples: how many it is made of; None where the source makes the batches. Set before its last part is done.
+        collected: what `collate` gets; None where examples are written as they come.
+        is_last: True where the source is known to have no item after it in this epoch.
+        ends_epoch: whether it ends its epoch; None where that is not known yet.
+        mark: what leads back to the place after it.
+        plan: how it lies on the host; None before it is opened.
+        memory: of its staged leaves.
+        passed: its other leaves, by index.
+        is_settled: it was sent, failed or dropped.
+    """
+
+    __slots__ = (
+        "_closed", "_lock", "_parts", "collected", "ends_epoch", "epoch", "examples", "first_row", "is_last", "is_settled", "mark",
+        "memory", "passed", "plan", "ticket",
+    )  # fmt: skip
+
+    def __init__(self, ticket: HostTicket, epoch: int, first_row: int, *, examples: int | None = None) -> None:
+        self.ticket = ticket
+        self.epoch = epoch
+        self.first_row = first_row
+        self.examples = examples
+        self.collected: list[Any] | None = None
+        self.is_last = False
+        self.ends_epoch: bool | None = None
+        self.mark: SourceMark | None = None
+        self.plan: HostPlan | None = None
+        self.memory: Memory | None = None
+        self.passed: dict[int, Any] = {}
+        self.is_settled = False
+        self._lock = threading.Lock()  # guards opening, settling, and the count of parts
+        self._parts = 0
+        self._closed = False
+
+    def open(self, make_plan: Callable[[], HostPlan], staging: Staging, arrays: Sequence[AnyArray] | None = None) -> HostPlan:
+        """The plan of the batch; the first caller decides it and takes the memory.
+
+        Args:
+            make_plan: called once.
+            staging: for the memory.
+            arrays: whose rows the batch is made of, where it is.
+        """
+        if self.plan is None:
+            with self._lock:
+                if self.plan is None:
+                    plan = make_plan()
+                    if self.examples is not None:
+                        for i, leaf in enumerate(plan.leaves):
+                            if leaf.kind in (Kind.HOST, Kind.KEYS):
+                                self.passed[i] = [None] * (plan.rows or 0) if arrays is None else blank(arrays[i], leaf.shape)
+                    self.memory = staging.lease(plan.layout) if plan.staged else None
+                    self.plan = plan
+        return self.plan
+
+    # -- its parts
+
+    def expect(self, parts: int) -> None:
+        """Just so many parts come. Called before the first one is given out."""
+        self._parts = parts
+        self._closed = True
+
+    def add_part(self) -> None:
+        """Expect one more part."""
+        with self._lock:
+            self._parts += 1
+
+    def close_parts(self) -> bool:
+        """No further part comes. Whether all are done already."""
+        with self._lock:
+            self._closed = True
+            return self._parts == 0
+
+    def part_done(self) -> bool:
+        """One part is done. Whether it was the last."""
+        with self._lock:
+            self._parts -= 1
+            return self._closed and self._parts == 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of its parts are done."""
+        return self._closed and self._parts == 0
+
+    # -- what becomes of it
+
+    def _settle(self) -> bool:
+        with self._lock:
+            was_settled, self.is_settled = self.is_settled, True
+        return not was_settled
+
+    def send(self) -> None:
+        """The batch is complete."""
+        if not self._settle():
+            return
+        plan = self.plan
+        assert plan is not None
+        self.ticket.send(
+            HostBatch(
+                plan,
+                self.memory,
+                self.passed,
+                epoch=self.epoch,
+                examples=self.examples,
+                is_last=self.is_last,
+                ends_epoch=self.ends_epoch,
+                mark=self.mark,
+            )
+        )
+
+    def fail(self, error: BaseException, stage: str, rows: tuple[int, int] | None = None) -> None:
+        """The batch cannot be made: the queue ends here. What is settled stays as it is."""
+        if self._settle():
+            self.ticket.fail(ReadFailure(error, stage, self.epoch, rows=rows))
+
+    def discard(self) -> None:
+        """The batch is not wanted. Its memory goes back with its last part."""
+        self._settle()
+        if self.close_parts():
+            self.drop_memory()
+
+    def drop_memory(self) -> None:
+        """Give the memory back unused; nobody writes it any more."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.release()

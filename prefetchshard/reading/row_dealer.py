@@ -1,0 +1,223 @@
+"""Deals out rows that are found by number: of arrays, of a dataset of examples, or of a dataset of batches."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from prefetchshard.base.waiters import Waiters
+from prefetchshard.ordering.epoch_order import EpochOrder
+from prefetchshard.planning.host_batch import EpochMark, ReadFailure
+from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.reading.reading_plan import MOST_IN_FLIGHT, Part, ReadingPlan
+from prefetchshard.reading.worker import Worker
+from prefetchshard.reading.writing import Writer
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sources.arrays import Arrays, Rows
+from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.iterables import set_epoch
+
+PART_BYTES = 64 << 20
+"""Rows of arrays are dealt in runs of about this size, mostly a whole batch: waking a thread and taking the interpreter's lock back
+costs more than copying a few megabytes, so small runs lose what more threads bring."""
+
+LEAST_PART_BYTES = 1 << 20
+"""Parts are not cut smaller than this, however many workers wait."""
+
+LEAST_PART_SECONDS = 0.002
+"""Examples are dealt in runs that take at least this long: for less, handing over costs more than the help of another worker."""
+
+ORDER_ROWS = 4096
+"""A shuffled order is worked out for so many rows at once: the arithmetic costs little more for them than for a hundred."""
+
+
+class RowDealer:
+    """Cuts each batch into runs of rows; any number of workers ask it for the next one.
+
+    Args:
+        plan: of the reading.
+        writer: writes into the memory of batches.
+        source: with random access.
+        order: of the rows; of the items, one a batch, where the source makes the batches.
+        tree: of the arrays' tree; None where examples are read.
+    """
+
+    def __init__(self, plan: ReadingPlan, writer: Writer, source: Arrays | Dataset, order: EpochOrder, tree: BatchTree | None) -> None:
+        self._plan = plan
+        self._order = order
+        self._worker = Worker(plan, writer, source, tree)
+        self._lock = threading.Lock()  # guards _parts, and with it everything that comes next
+        self._parts = self._deal_all()
+        self._epoch = plan.start.epoch
+        self._began = False
+        self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
+        self._row_seconds = math.inf  # what reading and transforming an example takes
+        self._worker.row_seconds = self._note_row_seconds
+        self._part_rows, self._least_rows = self._choose_part_rows()
+        self._in_use = _InUse()
+        self._dataset = source.dataset if isinstance(source, Dataset) and callable(getattr(source.dataset, "set_epoch", None)) else None
+        if self._dataset is not None:
+            self._worker.part_done = lambda part: self._in_use.leave()
+
+    @property
+    def helpers(self) -> list[threading.Thread]:
+        return []
+
+    @property
+    def close_failures(self) -> list[BaseException]:
+        return []
+
+    @property
+    def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
+        return [(f"reader-{i}", self._work) for i in range(self._plan.workers)]
+
+    def _work(self) -> None:
+        self._worker.work(self.deal)
+
+    def interrupt(self) -> None:
+        self._in_use.wake()
+
+    def close_from_outside(self) -> None:
+        pass
+
+    def deal(self) -> Part | None:
+        """The next run of rows; None: there is no more, or nothing more is wanted."""
+        with self._lock:
+            try:
+                part = next(self._parts, None)
+            except BaseException as error:  # noqa: BLE001 - a thread has no caller, and `set_epoch` is the source's code
+                self._plan.out.end(ReadFailure(error, "starting an epoch", self._epoch, of_batch=False))
+                return None
+            if part is None:
+                self._plan.out.end()
+            elif self._dataset is not None:
+                self._in_use.enter()
+            return part
+
+    def _deal_all(self) -> Iterator[Part]:
+        """Every part of the run, in order. Runs on under the lock, in whichever worker asks."""
+        plan, order = self._plan, self._order
+        for epoch in plan.epoch_numbers():
+            self._begin(epoch)
+            done = self._rows_done(epoch)
+            is_empty = done == 0
+            while (span := order.span(done)) is not None:
+                ticket = plan.out.reserve()
+                if ticket is None:
+                    return
+                batch = OpenBatch(ticket, epoch, span[0])
+                yield from self._cut(batch, *span)
+                done, is_empty = span[1], False
+            plan.meters.add(dropped=order.length - done)
+            if is_empty and plan.epochs is None:
+                ticket = plan.out.reserve()
+                if ticket is None:
+                    return
+                ticket.send(EpochMark(epoch))
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        if self._dataset is not None:
+            self._in_use.wait_free(lambda: self._plan.out.cancelled)  # it must not change while it is read
+            set_epoch(self._dataset, epoch)
+
+    def _rows_done(self, epoch: int) -> int:
+        """Rows, or batches, of the epoch that were handed out before the run."""
+        start = self._plan.start
+        if epoch != start.epoch:
+            return 0
+        return start.batches if self._plan.batch_size is None else start.rows
+
+    def _cut(self, batch: OpenBatch, start: int, stop: int) -> Iterator[Part]:
+        """The parts of one batch: positions `start` to `stop` of the epoch."""
+        plan, order = self._plan, self._order
+        count = stop - start
+        batch.is_last = order.span(stop) is None
+        batch.ends_epoch = batch.is_last
+        if plan.batch_size is not None:
+            batch.examples = count
+        elif plan.remainder == "drop" and order.length - stop == 1:
+            batch.ends_epoch = None  # the last item may turn out short, and be dropped
+        if plan.functions.collate is not None and self._worker.gathers is None:
+            batch.collected = [None] * count
+        rows = self._rows_at(batch.epoch, start, stop)
+        size = self._choose_size(count)
+        batch.expect(-(-count // size))
+        for first in range(0, count, size):
+            last = min(first + size, count)
+            some = slice(rows.start + first, rows.start + last) if isinstance(rows, slice) else rows[first:last]
+            yield Part(batch, first, last, stage="reading", rows=some)
+
+    # -- how large a part is
+
+    def _choose_part_rows(self) -> tuple[int, int]:
+        """The most rows of a part, and the least."""
+        plan = self._plan
+        if plan.batch_size is None:
+            return 1, 1
+        gathers = self._worker.gathers
+        if gathers is None:
+            return -(-plan.batch_size // plan.workers), 1
+        if plan.functions.collate is not None:
+            return plan.batch_size, plan.batch_size
+        row_bytes = sum(leaf[:1].nbytes for leaf in gathers.leaves) or 1
+        most = max(1, min(plan.batch_size, PART_BYTES // row_bytes))
+        return most, min(most, max(1, LEAST_PART_BYTES // row_bytes))
+
+    def _choose_size(self, count: int) -> int:
+        """Rows of a part: small ones where all workers are wanted for one batch."""
+        plan = self._plan
+        first, self._began = not self._began, True  # the first batch is to come early
+        if self._worker.gathers is None:
+            enough = 0 if first else math.ceil(LEAST_PART_SECONDS / self._row_seconds)
+            return max(1, min(count, max(self._part_rows, enough)))
+        at_once = max(1, plan.out.capacity - MOST_IN_FLIGHT)
+        together = plan.workers if first else -(-plan.workers // at_once)
+        return max(self._least_rows, min(self._part_rows, -(-count // together)))
+
+    def _note_row_seconds(self, seconds: float) -> None:
+        # Rather the least, since waiting for the interpreter's lock comes on top, the more the smaller the parts are; but rows that
+        # come from a cache must not stand for all
+        self._row_seconds = max(1e-7, min(2 * self._row_seconds, seconds))
+
+    # -- order
+
+    def _rows_at(self, epoch: int, start: int, stop: int) -> Rows:
+        """The rows of the source at these positions; those of several small batches are worked out in one go."""
+        order = self._order
+        if not order.shuffle:
+            return slice(start, stop)
+        known, first, last, rows = self._ahead
+        if epoch != known or not first <= start <= stop <= last:
+            last = min(max(stop, start + ORDER_ROWS), order.length)
+            rows = order.rows(epoch, start, last)
+            first = start
+            self._ahead = epoch, first, last, rows
+        assert not isinstance(rows, slice)
+        return rows[start - first : stop - first]
+
+
+class _InUse:
+    """Counts the parts of a dataset that are being read."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()  # guards _count
+        self._free = Waiters()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+        self._free.wake()
+
+    def wait_free(self, or_else: Callable[[], bool]) -> None:
+        """Wait until none is being read, or until `or_else()`; who makes that true calls `wake`."""
+        self._free.wait(lambda: self._count == 0 or or_else())
+
+    def wake(self) -> None:
+        self._free.wake()

@@ -1,0 +1,311 @@
+"""Sees the batches of a run in order, at the mouth of the transfer, and decides there what each of them is.
+
+Only here is it known which batch came before: so here are decided the plan by which a batch is placed, what is short and what becomes of
+it, positions and steps, and where an epoch ends. It runs in the thread that dispatches transfers; readers never wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+from prefetchshard.base.config import Pad
+from prefetchshard.base.errors import BatchError, ConfigError
+from prefetchshard.base.faults import note, of_epoch, safe_to_raise
+from prefetchshard.base.position import EpochEnd, Position, StartPoint, Way
+from prefetchshard.measuring.stats import Meters
+from prefetchshard.planning.host_batch import EpochMark, HostBatch, ReadFailure
+from prefetchshard.planning.planner import Planner
+from prefetchshard.queues.bounded_queue import EMPTY, EmptyType, QueueStats
+from prefetchshard.reading.reading_plan import HostQueue
+from prefetchshard.sharding.batch_tree import BatchTree, in_brackets
+from prefetchshard.staging.aliased import Staging
+
+Decided: TypeAlias = deque[HostBatch]
+
+
+class Sequencer:
+    """The queue of host batches as the transfer sees it: each batch with its plan, its position, and its padding.
+
+    Args:
+        queue: of what the readers made.
+        planner: for the plans by which batches are placed.
+        staging: for the memory of a batch that must grow.
+        meters: what is measured.
+        start: where the run begins.
+        batch_size: rows of a batch; None where the source makes the batches.
+        remainder: what becomes of a batch that is short; `Pad` for "pad".
+        is_endless: the run has no last epoch, so that an epoch without a batch would go on for ever.
+        home_thread: the thread whose event loop pulls the source.
+
+    Thread safety: one thread takes; `cancel`, `clear` and `stats` from any thread, without a lock.
+    """
+
+    def __init__(
+        self,
+        queue: HostQueue,
+        planner: Planner,
+        staging: Staging,
+        meters: Meters,
+        start: StartPoint,
+        *,
+        batch_size: int | None,
+        remainder: str | Pad,
+        is_endless: bool,
+        home_thread: int | None,
+    ) -> None:
+        self._queue = queue
+        self._planner = planner
+        self._staging = staging
+        self._meters = meters
+        self._batch_size = batch_size
+        self._remainder = remainder
+        self._pads = isinstance(remainder, Pad)
+        self._is_endless = is_endless
+        self._home_thread = home_thread
+        self._at = start
+        self._first = _First(start.batch_rows)
+        self._decided: Decided = deque()
+        self._held: HostBatch | None = None  # short; whether it is the last of its epoch is not known yet
+        self._last: Position | None = None
+        self._given_up = False
+
+    # -- as a queue
+
+    def wait_ready(self) -> bool:
+        """Wait until a batch can be taken. False: none will come (see `is_over`), or the wait was for nothing."""
+        while not self.has_ready():
+            if not self._queue.wait_ready():
+                return self._release_held()
+        return True
+
+    def has_ready(self) -> bool:
+        """Whether a batch can be taken at once.
+
+        Raises:
+            PlacementError: a batch does not fit its sharding.
+            BatchError: a batch is short, under remainder="error".
+        """
+        while not self._decided:
+            item = self._queue.take_nowait()
+            if item is EMPTY:
+                return False
+            if isinstance(item, EpochMark):
+                self._end_epoch(item)
+                self._queue.release()
+            else:
+                self._take(item)
+        return True
+
+    def take_nowait(self) -> HostBatch | EmptyType:
+        """The next batch, or EMPTY."""
+        return self._decided.popleft() if self._decided else EMPTY
+
+    def release(self) -> None:
+        """The transfer of a batch is done: its place in the queue is free."""
+        self._queue.release()
+
+    def is_over(self) -> bool:
+        """Whether nothing will come any more."""
+        return not self._decided and self._held is None and self._queue.is_over()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._queue.cancelled
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it is over, as the consumer gets it; None where the data ended."""
+        failure = self._queue.failure
+        if not isinstance(failure, ReadFailure):
+            return failure
+        self._give_up()
+        if not failure.of_batch:
+            return of_epoch(failure.error, failure.stage, failure.epoch)
+        at = self._begin(failure.epoch)
+        first_row, last_row = failure.rows or (at.rows, at.rows + (self._batch_size or 0))
+        after = StartPoint(run=at.run, epoch=at.epoch, step=at.step + 1, batches=at.batches + 1, rows=last_row)
+        error = safe_to_raise(failure.error, failure.stage)
+        return note(error, failure.stage, Position(after, first_row, EpochEnd(False)))
+
+    def refuse(self) -> None:
+        """Let the readers make no more."""
+        self._queue.refuse()
+
+    def cancel(self) -> None:
+        """Nothing more is wanted. Never blocks, takes no lock."""
+        self._queue.cancel()
+        self._give_up()
+
+    def clear(self) -> None:
+        """Drop what is left. Takes no lock."""
+        self._queue.clear()
+        self._decided.clear()
+        self._held = None
+
+    def stats(self) -> QueueStats:
+        return self._queue.stats()
+
+    # -- what a batch is
+
+    def _take(self, batch: HostBatch) -> None:
+        self._release_held()
+        first = self._first
+        tree = batch.host_plan.tree
+        if self._batch_size is None and not self._pads and first.lacks(batch.host_plan.rows, tree):
+            if batch.is_last:
+                self._leave_out(batch)
+            elif batch.ends_epoch is None:
+                self._held = batch
+            else:
+                self._decide(batch)
+            return
+        self._decide(batch)
+
+    def _release_held(self) -> bool:
+        """A short batch was held, and it is not the last of its epoch: it comes as it is. Whether there was one."""
+        held, self._held = self._held, None
+        if held is not None and not self._queue.cancelled:
+            self._decide(held)
+        return bool(self._decided)
+
+    def _decide(self, batch: HostBatch) -> None:
+        """Give the batch its plan and its position."""
+        at = self._begin(batch.epoch)
+        try:
+            rows = self._rows_of(batch)
+            plan = self._planner.placed(batch.host_plan, rows)
+            self._first.see(plan.rows, batch.host_plan.tree)
+            valid = batch.host_plan.rows if batch.host_plan.is_made else batch.examples
+            padded = batch.complete(plan, valid, self._staging)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            raise note(error, "planning", self._position(at, batch))  # noqa: B904 - it is that error
+        if padded:
+            self._meters.add(padded=padded)
+        before, self._last = self._last, self._position(at, batch)
+        batch.position = self._last
+        self._at = self._last.after
+        if before is not None and before.epoch == batch.epoch:
+            before.settle_end(False)
+        if self._given_up:
+            self._last.settle_end(False)
+        self._decided.append(batch)
+
+    def _begin(self, epoch: int) -> StartPoint:
+        """Where the run stands before the next batch, which is of this epoch."""
+        at = self._at
+        if epoch != at.epoch:
+            self._at = at = StartPoint(
+                run=at.run, run_epoch=at.run_epoch, epoch=epoch, step=at.step, batch_rows=at.batch_rows, resumes_by=at.resumes_by
+            )
+        return at
+
+    def _position(self, at: StartPoint, batch: HostBatch) -> Position:
+        mark = batch.mark
+        way: Way = "index" if at.resumes_by == "index" else "replay" if mark is None or mark.snapshot is None else "snapshot"
+        after = StartPoint(
+            run=at.run,
+            run_epoch=at.run_epoch,
+            epoch=batch.epoch,
+            rows=at.rows + batch.rows,
+            batches=at.batches + 1,
+            step=at.step + 1,
+            last_rows=batch.rows,
+            batch_rows=self._first.rows if batch.host_plan.is_made and (self._batch_size is None or self._pads) else None,
+            resumes_by=way,
+            snapshot=None if mark is None else mark.snapshot,
+            since_snapshot=0 if mark is None else mark.since_snapshot,
+            sample=None if mark is None else mark.sample,
+        )
+        return Position(after, at.rows, EpochEnd(batch.ends_epoch, self._home_thread))
+
+    # -- rows
+
+    def _rows_of(self, batch: HostBatch) -> int | None:
+        """Rows with which a batch is placed."""
+        rows = batch.host_plan.rows
+        if not self._pads or rows is None:
+            return rows
+        if self._first.lacks(rows, batch.host_plan.tree):
+            return self._first.rows
+        size = self._batch_size
+        if size is not None and batch.examples == rows < size:
+            return size
+        return rows
+
+    # -- the end of an epoch
+
+    def _end_epoch(self, mark: EpochMark) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._leave_out(held)
+        at = self._begin(mark.epoch)
+        if mark.left:
+            if self._remainder == "error":
+                error = BatchError(
+                    f"the epoch has {at.rows + mark.left} rows: the last batch{in_brackets(mark.paths)} has {mark.left} of "
+                    f"batch_size={self._batch_size}, and remainder='error'; drop it (remainder='drop') or fill it up under a mask "
+                    f"(remainder='pad')"
+                )
+                after = StartPoint(run=at.run, epoch=at.epoch, step=at.step + 1, batches=at.batches + 1, rows=at.rows + mark.left)
+                raise note(error, "batching", Position(after, at.rows, EpochEnd(True)))
+            self._meters.add(dropped=mark.left)
+        if self._last is not None and self._last.epoch == mark.epoch:
+            self._last.settle_end(True)
+        if self._is_endless and at.batches == 0:
+            raise ConfigError(
+                f"epoch {mark.epoch} gave no batch, and epochs=None would go on so for ever: the source is empty"
+                + ("" if self._batch_size is None else f", or has fewer than batch_size={self._batch_size} examples under remainder='drop'")
+            )
+
+    def _leave_out(self, batch: HostBatch) -> None:
+        """What becomes of a last batch that is shorter than the first one, and is not padded.
+
+        Raises:
+            BatchError: under remainder="error".
+        """
+        at = self._begin(batch.epoch)
+        rows = batch.host_plan.rows or 0
+        missing = (self._first.rows or 0) - rows
+        if self._remainder == "error":
+            paths = [leaf.path for leaf in batch.host_plan.leaves if leaf.has_rows]
+            error = BatchError(
+                f"the last batch is {missing} rows shorter than the first one{in_brackets(paths)}, and remainder='error'; drop it "
+                f"(remainder='drop') or fill it up under a mask (remainder='pad')"
+            )
+            raise note(error, "batching", self._position(at, batch))
+        self._meters.add(dropped=rows)
+        batch.drop_memory()
+        self._queue.release()
+        if self._last is not None and self._last.epoch == batch.epoch:
+            self._last.settle_end(True)
+
+    def _give_up(self) -> None:
+        """Nobody will hear more about whether the last batch ends its epoch."""
+        self._given_up = True
+        last = self._last
+        if last is not None:
+            last.settle_end(False)
+
+
+class _First:
+    """The first batch of a run, by which a shorter one is told.
+
+    Attributes:
+        rows: that it had; None where it is not known yet, or had none.
+    """
+
+    def __init__(self, rows: int | None) -> None:
+        self.rows = rows
+        self._tree: BatchTree | None = None
+
+    def lacks(self, rows: int | None, tree: BatchTree) -> bool:
+        """Whether a batch has fewer rows than the first one."""
+        return self.rows is not None and rows is not None and rows < self.rows and (self._tree is None or tree == self._tree)
+
+    def see(self, rows: int | None, tree: BatchTree) -> None:
+        """Note the first batch; later ones change nothing."""
+        if self._tree is None:
+            self._tree = tree
+            if self.rows is None:
+                self.rows = rows

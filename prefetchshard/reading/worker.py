@@ -1,0 +1,207 @@
+"""The body of a reader thread: takes parts of batches, reads, transforms and writes them, and sends each batch that is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prefetchshard.base.errors import NarrowingError
+from prefetchshard.leaves.converting import private_copy
+from prefetchshard.planning.plan import HostPlan
+from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.reading.reading_plan import Part, ReadingPlan
+from prefetchshard.reading.writing import Writer
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sources.arrays import Arrays
+from prefetchshard.sources.dataset import Dataset
+
+
+class Worker:
+    """Does the parts that a dealer gives out. All threads of a run share one.
+
+    Args:
+        plan: of the reading.
+        writer: writes into the memory of batches.
+        source: for rows that are found by number; None where items are pulled.
+        tree: of the arrays' tree, where rows go straight from arrays into batches.
+
+    Thread safety: any thread may call any method.
+    """
+
+    def __init__(self, plan: ReadingPlan, writer: Writer, source: Arrays | Dataset | None = None, tree: BatchTree | None = None) -> None:
+        functions = plan.functions
+        self._plan = plan
+        self._writer = writer
+        self._source = source
+        self._tree = tree
+        self._array_plan: HostPlan | None = None
+        self._meters = plan.meters
+        self._clock = plan.clock
+        self.gathers = source if isinstance(source, Arrays) and functions.transform is None else None
+        has_functions = functions.transform is not None or functions.collate is not None
+        # What these functions do to an item must not reach the source
+        is_shared = isinstance(source, Dataset) or (source is None and not plan.reuses_buffers)
+        self._copies_first = has_functions and is_shared
+        self.part_done: Callable[[Part], None] = lambda part: None
+        self.row_seconds: Callable[[float], None] = lambda seconds: None
+
+    def work(self, deal: Callable[[], Part | None]) -> None:
+        """Do what is dealt out until there is no more."""
+        while (part := deal()) is not None:
+            self.do(part)
+            del part  # while the next one is waited for it would hold what it copied
+
+    def do(self, part: Part) -> None:
+        """Do a part; send its batch where it was the last one."""
+        batch: OpenBatch = part.batch
+        try:
+            if not self._plan.out.cancelled:
+                self._fill(part)
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+            self._name_row(part, error)
+            batch.fail(error, part.stage, self._rows_of(part))
+        part.items = part.work = None
+        is_last = batch.part_done()
+        self.part_done(part)
+        if is_last:
+            self.finish(batch)
+
+    def _rows_of(self, part: Part) -> tuple[int, int] | None:
+        if self._plan.batch_size is None:
+            return None
+        first = part.batch.first_row
+        return first + part.start, first + part.stop
+
+    def _name_row(self, part: Part, error: BaseException) -> None:
+        """Where the order is shuffled, the row of the batch does not tell which row of the source it is."""
+        rows = part.rows
+        if rows is not None and isinstance(error, NarrowingError) and error.row is not None and self._plan.batch_size is not None:
+            at = error.row - part.start
+            error.add_note(f"that is row {rows.start + at if isinstance(rows, slice) else int(rows[at])} of the source")
+
+    # -- filling
+
+    def _fill(self, part: Part) -> None:
+        if part.work is not None:
+            part.work()
+        elif self.gathers is not None:
+            self._gather(part, self.gathers)
+        elif self._plan.batch_size is None:
+            self._fill_whole(part)
+        else:
+            self._fill_examples(part)
+
+    def _gather(self, part: Part, source: Arrays) -> None:
+        rows = part.rows
+        assert rows is not None
+        began = self._clock()
+        if self._plan.functions.collate is not None:
+            part.batch.collected = [source.gathered(rows)]
+        else:
+            part.stage = "planning"
+            plan = self._array_plan
+            if plan is None:
+                assert self._tree is not None
+                plan = self._array_plan = self._writer.planner.for_arrays(source.leaves, self._tree)
+            # Here, not where the batch became due: making memory takes long, and the others wait for what is due next
+            part.batch.open(lambda: plan, self._writer.staging, source.leaves)
+            part.stage = "reading"
+            self._writer.write_rows(part.batch, part.start, part.stop, source.leaves, rows)
+        self._meters.add(copy=self._clock() - began)
+
+    def _items(self, part: Part) -> Iterator[tuple[int, Any]]:
+        """Number and value of each item, read where it is not there yet. Each is used before the next is asked for."""
+        batch = part.batch
+        if part.rows is None:
+            first = batch.first_row + part.start
+            for i, item in enumerate(part.items):
+                yield first + i, item
+            return
+        source, rows = self._source, part.rows
+        assert source is not None
+        numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
+        if isinstance(source, Dataset) and source.reads_many:
+            yield from zip(numbers, source.read_many(numbers), strict=True)
+            return
+        for row in numbers:
+            yield row, source.read(row)
+
+    def _fill_examples(self, part: Part) -> None:
+        """Read, transform and write examples, one after the other: the source may make them all in one buffer."""
+        batch, clock, functions, collected = part.batch, self._clock, self._plan.functions, part.batch.collected
+        transform = functions.transform is not None
+        count = part.stop - part.start
+        writer = self._writer.examples(batch, part.start, count)
+        in_source = in_transform = in_copy = 0.0
+        at = part.start
+        began = started = clock()
+        part.stage = "reading" if part.rows is not None else "transforming"
+        for number, item in self._items(part):
+            read = clock()
+            part.stage = "transforming"
+            if self._copies_first:
+                item = private_copy(item)
+            if transform:
+                item = functions.transformed(item, batch.epoch, number)
+            done = clock()
+            part.stage = "batching"
+            if collected is not None:
+                collected[at] = item
+            else:
+                writer.write(item)
+            at += 1
+            in_source += read - began
+            in_transform += done - read
+            began = clock()
+            in_copy += began - done
+            part.stage = "reading" if part.rows is not None else "transforming"
+        writer.finish()
+        ended = clock()
+        self.row_seconds((ended - started) / count)
+        if part.rows is None:
+            in_source = 0.0  # measured where it was pulled
+        self._meters.add(source=in_source, transform=in_transform, copy=in_copy + ended - began)
+
+    def _fill_whole(self, part: Part) -> None:
+        """Read, transform and write a batch that the source makes."""
+        batch, clock, functions = part.batch, self._clock, self._plan.functions
+        began = clock()
+        part.stage = "reading"
+        for number, item in self._items(part):
+            read = clock()
+            part.stage = "transforming"
+            if self._copies_first:
+                item = private_copy(item)
+            if functions.transform is not None:
+                item = functions.transformed(item, batch.epoch, number)
+            done = clock()
+            part.stage = "batching"
+            self._meters.add(source=read - began if part.rows is not None else 0.0, transform=done - read)
+            self._write_whole(batch, item)
+
+    def _write_whole(self, batch: OpenBatch, item: Any) -> None:
+        began = self._clock()
+        leaves, tree = self._writer.flatten(item)
+        self._writer.copy_share(batch, self._writer.open_whole(batch, leaves, tree))
+        self._meters.add(copy=self._clock() - began)
+
+    # -- the end of a batch
+
+    def finish(self, batch: OpenBatch) -> None:
+        """All parts of the batch are done: send it on."""
+        if batch.is_settled or self._plan.out.cancelled:  # it failed, or is not wanted
+            batch.drop_memory()
+            return
+        stage = "finishing" if batch.collected is None else "collating"
+        try:
+            if batch.collected is not None:
+                began = self._clock()
+                collected, batch.collected = batch.collected, None
+                made = self._plan.functions.collated(collected[0] if self.gathers is not None else collected[: batch.examples])
+                self._meters.add(transform=self._clock() - began)
+                self._write_whole(batch, made)
+            elif batch.examples is not None and batch.passed:
+                self._writer.finish_examples(batch, pads=self._plan.pads)
+            batch.send()
+        except BaseException as error:  # noqa: BLE001 - as above
+            batch.fail(error, stage)

@@ -1,0 +1,209 @@
+"""Writes examples, rows of arrays and whole batches into the memory of their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from prefetchshard.base.config import Narrow
+from prefetchshard.base.errors import BatchError
+from prefetchshard.base.memory import AnyArray
+from prefetchshard.leaves.converting import as_array, check_example, check_key, stack_on_host, store
+from prefetchshard.planning.plan import HostPlan, Kind, Leaf
+from prefetchshard.planning.planner import Planner
+from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sources.arrays import Rows, gather
+from prefetchshard.staging.aliased import Staging
+
+LEAST_SHARED_BYTES = 1 << 20
+"""A smaller leaf of a batch that is copied in shares goes with the first of them."""
+
+
+class Writer:
+    """Writes into the memory of batches.
+
+    Args:
+        planner: makes the plans.
+        staging: the ring.
+        keep: makes what stays on the host safe from what the source does next.
+
+    Thread safety: any thread may call any method; `copy_share` writes the rows of its share alone.
+    """
+
+    def __init__(self, planner: Planner, staging: Staging, keep: Callable[[Any], Any]) -> None:
+        self.planner = planner
+        self.staging = staging
+        self.keep = keep
+        self.flatten = planner.rules.flatten
+        self._narrow: Narrow = planner.narrow
+        self._recent: HostPlan | None = None  # of the last whole batch; most are like the one before
+
+    def examples(self, batch: OpenBatch, start: int, count: int) -> ExampleWriter:
+        """Write up to `count` examples as rows `start`, `start + 1`, ... of the batch."""
+        return ExampleWriter(self, batch, start, count)
+
+    # -- rows of arrays
+
+    def write_rows(self, batch: OpenBatch, start: int, stop: int, arrays: Sequence[AnyArray], rows: Rows) -> None:
+        """Gather rows of the arrays as rows `start` to `stop` of the batch."""
+        plan = batch.plan
+        assert plan is not None
+        memory, narrow = batch.memory, self._narrow
+        staged = 0
+        for j, leaf in enumerate(plan.leaves):
+            if leaf.kind is Kind.HOST:
+                batch.passed[j][start:stop] = arrays[j][rows]
+                continue
+            assert memory is not None
+            view = memory.views[staged]
+            gather(arrays[j], rows, view if stop - start == len(view) else view[start:stop], path=leaf.path, policy=narrow, first_row=start)
+            staged += 1
+
+    # -- batches that the source or `collate` made
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a whole batch was planned before."""
+        return self._recent is not None
+
+    def open_whole(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree) -> list[Any]:
+        """Plan a batch that the source or `collate` made, and take its memory. Returns what `copy_share` copies."""
+        plan = self._recent
+        if plan is None or tree is not plan.tree or not plan.is_plain_for(leaves):
+            arrays = self.planner.as_host_leaves(leaves, tree)
+            plan = self._recent = self.planner.for_batch(arrays, tree)
+            kinds = [leaf.kind for leaf in plan.leaves]
+            leaves = [leaf if kind is Kind.HOST else array for leaf, array, kind in zip(leaves, arrays, kinds, strict=True)]
+        batch.plan = plan  # one thread opens it
+        batch.memory = self.staging.lease(plan.layout) if plan.staged else None
+        return leaves
+
+    def copy_share(self, batch: OpenBatch, leaves: list[Any], first: int = 0, count: int = 1) -> None:
+        """Copy a batch, or the share `first` of `count` of its rows.
+
+        Raises:
+            NarrowingError: a value does not survive the conversion to 32 bits.
+        """
+        plan = batch.plan
+        assert plan is not None
+        views = iter(batch.memory.views if batch.memory is not None else ())
+        for leaf, value in zip(plan.leaves, leaves, strict=True):
+            if leaf.kind is Kind.STAGED:
+                self._copy_leaf(next(views), value, leaf, first, count)
+        if first == 0 and len(plan.staged) < len(leaves):
+            for j, leaf in enumerate(plan.leaves):
+                if leaf.kind is not Kind.STAGED:
+                    batch.passed[j] = leaves[j] if leaf.kind is Kind.DEVICE else self.keep(leaves[j])
+
+    def _copy_leaf(self, view: AnyArray, value: AnyArray, leaf: Leaf, first: int, count: int) -> None:
+        if count == 1:
+            if leaf.is_narrowed:
+                store(view, value, path=leaf.path, policy=self._narrow, row=0 if leaf.has_rows else None)
+            else:
+                np.copyto(view, value, casting="same_kind")
+        elif leaf.has_rows and value.nbytes >= LEAST_SHARED_BYTES:
+            start, stop = len(value) * first // count, len(value) * (first + 1) // count
+            store(view[start:stop], value[start:stop], path=leaf.path, policy=self._narrow, row=start)
+        elif first == 0:
+            store(view, value, path=leaf.path, policy=self._narrow, row=0 if leaf.has_rows else None)
+
+    # -- the end of a batch
+
+    def finish_examples(self, batch: OpenBatch, *, pads: bool) -> None:
+        """Put the leaves that stay on the host together, of a batch of examples all of which are written."""
+        plan, count = batch.plan, batch.examples
+        assert plan is not None and count is not None
+        for j, value in batch.passed.items():
+            leaf = plan.leaves[j]
+            if leaf.kind is Kind.KEYS:
+                batch.passed[j] = value[:count]
+            elif type(value) is list:
+                batch.passed[j] = stack_on_host(cast("list[Any]", value)[:count], leaf.path, plan.rows if pads else None)
+
+
+class ExampleWriter:
+    """Writes a run of examples into the memory of their batch, each before the next one is asked for.
+
+    Thread safety: one thread at a time; several writers may write to one batch.
+    """
+
+    __slots__ = ("_batch", "_count", "_row", "_start", "_wide", "_writer")
+
+    def __init__(self, writer: Writer, batch: OpenBatch, start: int, count: int) -> None:
+        self._writer = writer
+        self._batch = batch
+        self._start = start
+        self._count = count
+        self._row = start
+        self._wide: dict[int, AnyArray] = {}  # leaves that are narrowed, all rows at once, at the end
+
+    def write(self, example: Any) -> None:
+        """Write the next one.
+
+        Raises:
+            BatchError: it does not stack with the others; names leaf and row.
+        """
+        writer, batch = self._writer, self._batch
+        leaves, tree = writer.flatten(example)
+        plan = batch.plan
+        if plan is None:
+            plan = batch.open(lambda: writer.planner.for_examples(leaves, tree), writer.staging)
+        if tree is not plan.tree and tree != plan.tree:
+            raise _other_tree(plan.tree, tree, batch.first_row + self._row)
+        row, view = self._row, 0
+        views = batch.memory.views if batch.memory is not None else ()
+        for j, leaf in enumerate(plan.leaves):
+            value = leaves[j]
+            if leaf.kind is not Kind.STAGED:
+                self._pass(j, leaf, value)
+                continue
+            array = value if type(value) is np.ndarray else as_array(value, leaf.path)
+            if array.dtype != leaf.dtype or array.shape != leaf.example:
+                check_example(leaf.path, batch.first_row + row, array, leaf.example, leaf.dtype)
+            if leaf.is_narrowed:
+                self._wide_rows(j, leaf.shape, leaf.dtype)[row - self._start] = array
+            else:
+                views[view][row] = array
+            view += 1
+        self._row += 1
+
+    def _pass(self, index: int, leaf: Leaf, value: Any) -> None:
+        """A leaf that does not go through the staging memory."""
+        if leaf.kind is Kind.KEYS:
+            check_key(leaf.path, self._batch.first_row + self._row, value, leaf.example, leaf.dtype)
+        else:
+            value = self._writer.keep(value)
+        self._batch.passed[index][self._row] = value
+
+    def _wide_rows(self, index: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
+        rows = self._wide.get(index)
+        if rows is None:
+            rows = self._wide[index] = np.empty((self._count, *shape[1:]), dtype)
+        return rows
+
+    def finish(self) -> None:
+        """All of them are written: narrow what is to be narrowed.
+
+        Raises:
+            NarrowingError: a value does not survive it.
+        """
+        batch, written = self._batch, self._row - self._start
+        if not self._wide or not written:
+            return
+        assert batch.plan is not None and batch.memory is not None
+        for j, rows in self._wide.items():
+            view = batch.memory.views[batch.plan.staged.index(j)][self._start : self._row]
+            store(view, rows[:written], path=batch.plan.leaves[j].path, policy=self._writer.planner.narrow, row=self._start)
+
+
+def _other_tree(want: BatchTree, got: BatchTree, row: int) -> BatchError:
+    lacks = [p for p in want.paths if p not in got.paths]
+    more = [p for p in got.paths if p not in want.paths]
+    parts = [f"lacks {lacks}" if lacks else "", f"has {more} beside" if more else ""]
+    what = " and ".join(part for part in parts if part) or "is put together from other containers"
+    return BatchError(
+        f"the example at row {row} {what}; others of its batch have {list(want.paths)}: every example needs the same structure"
+    )

@@ -265,11 +265,10 @@ def test_device_transform_fails(fault: str, S: NamedSharding) -> None:
         return value + 1
 
     source = [np.full(16 if i == 3 else 8, i) for i in range(6)]
-    rows = "batch 3 of the epoch"
-    where: Any = SingleDeviceSharding(jax.devices()[0])
-    if fault != "KeyboardInterrupt":  # in the consumer's thread, where it runs over several devices, that is Ctrl-C
-        where, rows = S, "rows 24 to 39 of the epoch"
-    check(ps.prefetch(source, where, device_transform=trace), error, [1, 2, 3], f"while placing batch 3 (epoch 0, {rows})")
+    # In the consumer's thread, where it runs over several devices, KeyboardInterrupt is Ctrl-C
+    where: Any = SingleDeviceSharding(jax.devices()[0]) if fault == "KeyboardInterrupt" else S
+    note = "while placing batch 3 (epoch 0, rows 24 to 39 of the epoch)"
+    check(ps.prefetch(source, where, device_transform=trace), error, [1, 2, 3], note)
 
 
 @pytest.mark.parametrize("fault", [f for f in MAKERS if f not in ("frozen", "KeyboardInterrupt")])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
 from consumers import Consume, consumer, joined
-from prefetchshard.sources.iterables import takes_parameter
+from prefetchshard.base.signatures import takes_parameter
 
 sync = consumer("sync")
 ROWS = 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,62 +12,37 @@ import pytest
 
 from support import PACKAGE, REPOSITORY, run_python
 
-# By rank, lowest first. A file imports only from files of a lower rank. A subpackage has one rank for all its files, unless a
-# file of it is named by itself; its `__init__.py` may import the files beside it.
-LAYERS = [
-    [
-        "base.agreement",
-        "base.clock",
-        "base.errors",
-        "base.jax_context",
-        "base.waiters",
-        "base.event_loop",
-        "base",
-        "ordering",
-        "sharding",
-        "leaves",
-        "staging",
-        "queues",
-        "measuring",
-        "planning",
-        "resuming",
-        "reading",
-        "placing",
-        "on_device",
-        "running",
-        "building",
-        "telling",
-        "app",
-    ],
-    [
-        "base.batches",
-        "queues.bounded_queue",
-        "base.config",
-        "base.limits",
-        "sharding.meshes",
-        "ordering.epoch_order",
-        "sources.dataset",
-        "resuming.loader_state",
-        "sharding.batch_tree",
-    ],
-    ["base.faults", "leaves.converting", "sharding.leaf_sharding", "sources.stateful", "staging.aliased", "placing.transfer"],
-    ["planning.packing", "staging.pinned", "sharding.rules", "sources.arrays", "sources.iterables", "measuring.stats"],
-    ["placing.device_transform", "reading.user_functions", "planning.planner", "sources.asynchronous", "sources.device_arrays"],
-    ["queues.async_waiting", "planning.full_batches", "on_device.gathering", "resuming.sampling", "sources", "placing.transfer_loops"],
-    ["reading.filling", "on_device.store"],
-    ["reading.reading_plan", "testing.source_checks"],
-    ["resuming.handed_out", "resuming.replay", "reading.row_reader", "running.run"],
-    ["reading.stream_reader"],
-    ["building.run_factory"],
-    ["iterator"],
-    ["loader", "telling.describe", "testing.fakes"],
-    ["testing"],
-    ["__init__", "checkpoint"],
-    ["app.demo"],  # a user of the public names
-    ["app.cli"],
-    ["__main__"],
+# By rank, lowest first. A package imports only from packages of a lower rank, and from itself; no import goes round in a circle.
+RANKS = [
+    {"base"},
+    {"ordering", "sharding", "leaves", "staging", "queues"},
+    {"measuring", "sources", "planning"},
+    {"placing", "resuming"},
+    {"on_device", "reading"},
+    {"running"},
+    {"building"},
+    {"iterator", "telling"},
+    {"loader"},
+    {"__init__", "checkpoint", "testing"},
+    {"app"},  # a user of the public names
+    {"__main__"},
 ]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+
+# What a lower rank would allow, and is still not to be: the thread that calls JAX never runs the source's code.
+FORBIDDEN = {
+    "reading": {"placing"},
+    "placing": {"reading", "sources"},
+    "sources": {"resuming", "reading", "placing"},
+}
+NOBODY_IMPORTS = {"testing", "app"}
+
+# Who may move data to devices, or compile.
+MAY_CALL = {
+    "device_put": {"placing", "on_device", "staging.pinned"},
+    "make_array_from_callback": {"placing", "on_device"},
+    "jit": {"placing", "on_device", "planning.packing"},
+}
 
 CORE_DEPENDENCIES = {"jax", "numpy", "anyio", "msgspec"}
 USES_EXTRAS = {
@@ -85,11 +61,9 @@ def module_name(file: Path) -> str:
     return ".".join(parts)
 
 
-def layer_of(module: str) -> str | None:
-    """The entry of LAYERS that a module falls under: its own, or else that of the nearest subpackage."""
-    while module not in RANK and "." in module:
-        module = module.rpartition(".")[0]
-    return module if module in RANK else None
+def package_of(module: str) -> str:
+    """The room that a module lies in: a package, or a file at the top."""
+    return module.partition(".")[0]
 
 
 def imported_modules(file: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[tuple[int, str]]:
@@ -128,28 +102,54 @@ def at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
             yield from at_import(handler.body)
 
 
-def test_every_file_has_a_rank_and_every_rank_a_file() -> None:
-    names = {module_name(file): file for file in FILES}
-    unranked = [str(file.relative_to(REPOSITORY)) for name, file in names.items() if layer_of(name) is None]
-    assert not unranked, "give these files a rank in LAYERS"
-    assert not sorted(set(RANK) - set(names)), "LAYERS names files that do not exist"
+def ours_in(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and module of each import of our own modules."""
+    for line, imported in imported_modules(file):
+        target = our_module(imported)
+        if target is not None:
+            yield line, target
+
+
+def test_every_room_has_a_rank_and_every_rank_a_room() -> None:
+    assert {package_of(module_name(file)) for file in FILES} == set(RANK)
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)
 def test_imports_point_down(file: Path) -> None:
+    own = package_of(module_name(file))
+    wrong = [
+        f"{file.relative_to(REPOSITORY)}:{line} imports {target}"
+        for line, target in ours_in(file)
+        if package_of(target) != own and RANK[package_of(target)] >= RANK[own]
+    ]
+    assert not wrong
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    imports = {module_name(file): {target for _, target in ours_in(file)} - {module_name(file)} for file in FILES}
+    sorter = graphlib.TopologicalSorter(imports)
+    sorter.prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_rooms_that_must_not_know_each_other(file: Path) -> None:
+    own = package_of(module_name(file))
+    refused = FORBIDDEN.get(own, set()) | (NOBODY_IMPORTS - {own} if own != "__main__" else set())
+    wrong = [f"{file.relative_to(REPOSITORY)}:{line} imports {target}" for line, target in ours_in(file) if package_of(target) in refused]
+    assert not wrong
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_name)
+def test_few_rooms_move_data_to_devices_or_compile(file: Path) -> None:
     name = module_name(file)
-    own = layer_of(name)
-    assert own is not None
-    wrong: list[str] = []
-    for line, imported in imported_modules(file):
-        target = our_module(imported)
-        if target is None:
-            continue
-        layer = layer_of(target)
-        below = layer is not None and RANK[layer] < RANK[own]
-        beside = file.name == "__init__.py" and target.startswith(f"{name}.")
-        if not (below or beside):
-            wrong.append(f"{file.relative_to(REPOSITORY)}:{line} imports {target}")
+    if package_of(name) in ("app", "testing"):
+        return  # users of JAX like any other
+    called = {node.attr: node.lineno for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+    wrong = [
+        f"{file.relative_to(REPOSITORY)}:{called[call]} uses {call}"
+        for call, rooms in MAY_CALL.items()
+        if call in called and not rooms & {name, package_of(name)}
+    ]
     assert not wrong
 
 

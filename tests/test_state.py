@@ -12,6 +12,7 @@ import subprocess
 import sys
 import timeit
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefetchshard.base.errors import StateError
+from prefetchshard.base.position import StartPoint
 from prefetchshard.resuming import loader_state as state_module
 from prefetchshard.resuming.loader_state import Fingerprint, LoaderState, pack_snapshot, unpack_snapshot
 
@@ -516,41 +518,75 @@ def test_what_is_no_bytes_is_refused(data: Any) -> None:
         unpack_snapshot(data)
 
 
-def wire(*values: Any) -> bytes:
-    """A sealed state in which the first values are replaced."""
-    whole = msgspec.msgpack.decode(payload_of(STATES[1]))
-    return reseal(msgspec.msgpack.encode([*values, *whole[len(values) :]]))
+def wire(version: Any, *values: Any, of: int = 1) -> bytes:
+    """A sealed state of this version in which the first values of the start point are replaced."""
+    _, start, fingerprint = msgspec.msgpack.decode(payload_of(STATES[of]))
+    start = [*values, *start[len(values) :]]
+    return reseal(msgspec.msgpack.encode([version, *start, fingerprint] if version == 1 else [version, start, fingerprint]))
 
 
-@pytest.mark.parametrize("values", [(1, -1), (1, True), (1, 2**63), (1, 1.0), (1, "0"), (1, None), (0,), (-1,), (True,), (None,), ("1",)])
+@pytest.mark.parametrize("values", [(2, -1), (2, True), (2, 2**63), (2, 1.0), (2, "0"), (2, None), (0,), (-1,), (True,), (None,), ("1",)])
 def test_odd_numbers_on_the_wire_are_refused(values: tuple[Any, ...]) -> None:
-    assert LoaderState.decode(wire(1)) == STATES[1]
+    assert LoaderState.decode(wire(2)) == STATES[1]
     with pytest.raises(StateError):
         LoaderState.decode(wire(*values))
 
 
+@pytest.mark.parametrize(
+    "whole", [[2], [2, []], [2, [], []], [2, None, []], [2, [0] * 12, []], [1], [1, []], [1, *[0] * 11, []], [2, [0] * 12, [], 1]]
+)
+def test_parts_that_lack_are_refused(whole: list[Any]) -> None:
+    with pytest.raises(StateError, match="damaged|needed|Expected"):
+        LoaderState.decode(reseal(msgspec.msgpack.encode(whole)))
+
+
 def test_text_on_the_wire_is_no_snapshot() -> None:
-    whole = msgspec.msgpack.decode(payload_of(STATES[1]))
-    at = LoaderState.__struct_fields__.index("snapshot")
-    assert LoaderState.decode(reseal(msgspec.msgpack.encode([*whole[:at], b"YQ==", *whole[at + 1 :]]))).snapshot == b"YQ=="
+    _, whole, fingerprint = msgspec.msgpack.decode(payload_of(STATES[1]))
+    at = StartPoint.__struct_fields__.index("snapshot")
+    assert (
+        LoaderState.decode(reseal(msgspec.msgpack.encode([2, [*whole[:at], b"YQ==", *whole[at + 1 :]], fingerprint]))).snapshot == b"YQ=="
+    )
     with pytest.raises(StateError, match="snapshot"):
-        LoaderState.decode(reseal(msgspec.msgpack.encode([*whole[:at], "YQ==", *whole[at + 1 :]])))
+        LoaderState.decode(reseal(msgspec.msgpack.encode([2, [*whole[:at], "YQ==", *whole[at + 1 :]], fingerprint])))
+
+
+FORMAT_1 = bytes.fromhex(
+    "504653748edf58a1b37404d59e0101020328051108c0a67265706c6179c000c410000102030405060708090a0b0c0d0e0f9607c2c008a3706164a86974657261746f72"
+)
+FORMAT_1_JSON = """{"version": 1, "run": 1, "run_epoch": 2, "epoch": 3, "rows": 40, "batches": 5, "step": 17, "last_rows": 8, "batch_rows": null, "resumes_by": "replay", "snapshot": null, "since_snapshot": 0, "sample": "AAECAwQFBgcICQoLDA0ODw==", "fingerprint": {"seed": 7, "shuffle": false, "length": null, "batch_size": 8, "remainder": "pad", "kind": "iterator"}}"""
+
+
+@pytest.mark.parametrize(
+    "read", [lambda: LoaderState.decode(FORMAT_1), lambda: LoaderState.from_json(FORMAT_1_JSON)], ids=["bytes", "json"]
+)
+def test_format_1_is_still_read(read: Callable[[], LoaderState]) -> None:
+    """All of it but the sample, which was of the batch as it was placed, and is now of the items that were pulled."""
+    state = read()
+    assert (state.version, state.sample, state.resumes_by) == (2, None, "replay")
+    assert (state.run, state.run_epoch, state.epoch, state.rows, state.batches, state.step, state.last_rows) == (1, 2, 3, 40, 5, 17, 8)
+    assert state.fingerprint == Fingerprint(seed=7, shuffle=False, length=None, batch_size=8, remainder="pad", kind="iterator")
+    assert LoaderState.decode(state.encode()) == state
+
+
+@pytest.mark.parametrize("number", range(len(STATES)))
+def test_format_1_holds_the_same_values(number: int) -> None:
+    assert LoaderState.decode(wire(1, of=number)) == msgspec.structs.replace(STATES[number], sample=None)
 
 
 def test_a_newer_version_is_named() -> None:
-    message = "written by a newer prefetchshard: version 2, this one reads up to 1"
-    newer = reseal(msgspec.msgpack.encode([2, {"all": "else"}, Ext(22, b""), "may differ"]))
+    message = "written by a newer prefetchshard: version 3, this one reads up to 2"
+    newer = reseal(msgspec.msgpack.encode([3, {"all": "else"}, Ext(22, b""), "may differ"]))
     for read in (
-        lambda: LoaderState.decode(wire(2)),
-        lambda: LoaderState.from_json('{"version": 2, "other": 1}'),
+        lambda: LoaderState.decode(wire(3)),
+        lambda: LoaderState.from_json('{"version": 3, "other": 1}'),
         lambda: LoaderState.decode(wire(2**64 - 1)),
     ):
         with pytest.raises(StateError, match="written by a newer prefetchshard"):
             read()
     with pytest.raises(StateError, match=message):
-        LoaderState.decode(wire(2))
+        LoaderState.decode(wire(3))
     with pytest.raises(StateError, match=message):
-        LoaderState(version=2, fingerprint=ARRAYS)
+        LoaderState(version=3, fingerprint=ARRAYS)
     with pytest.raises(StateError):
         LoaderState.decode(newer)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from prefetchshard.base.errors import SourceError
 from prefetchshard.base.jax_context import JaxContext
-from prefetchshard.sources.iterables import takes_parameter
+from prefetchshard.base.signatures import takes_parameter
 
 _jax: Any = jax
 

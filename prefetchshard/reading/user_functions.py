@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from prefetchshard.base.errors import SourceError
+from prefetchshard.base.signatures import takes_parameter
 from prefetchshard.ordering.epoch_order import seed_sequence
-from prefetchshard.sources.iterables import takes_parameter
 
 
 class UserFunctions:

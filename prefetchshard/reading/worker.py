@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.base.errors import NarrowingError
@@ -109,34 +109,30 @@ class Worker:
             self._writer.write_rows(part.batch, part.start, part.stop, source.leaves, rows)
         self._meters.add(copy=self._clock() - began)
 
-    def _items(self, part: Part) -> Iterator[tuple[int, Any]]:
-        """Number and value of each item, read where it is not there yet. Each is used before the next is asked for."""
-        batch = part.batch
-        if part.rows is None:
-            first = batch.first_row + part.start
-            for i, item in enumerate(part.items):
-                yield first + i, item
-            return
-        source, rows = self._source, part.rows
-        assert source is not None
+    def _numbers(self, part: Part) -> tuple[Sequence[int], Sequence[Any] | None]:
+        """The number of each item of the part, and the items themselves, where they are there already."""
+        rows = part.rows
+        if rows is None:
+            first = part.batch.first_row + part.start
+            return range(first, first + len(part.items)), part.items
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
-        if isinstance(source, Dataset) and source.reads_many:
-            yield from zip(numbers, source.read_many(numbers), strict=True)
-            return
-        for row in numbers:
-            yield row, source.read(row)
+        source = self._source
+        return numbers, source.read_many(numbers) if isinstance(source, Dataset) and source.reads_many else None
 
     def _fill_examples(self, part: Part) -> None:
         """Read, transform and write examples, one after the other: the source may make them all in one buffer."""
         batch, clock, functions, collected = part.batch, self._clock, self._plan.functions, part.batch.collected
         transform = functions.transform is not None
-        count = part.stop - part.start
-        writer = self._writer.examples(batch, part.start, count)
+        writer = self._writer.examples(batch, part.start, part.stop - part.start)
         in_source = in_transform = in_copy = 0.0
-        at = part.start
         began = started = clock()
-        part.stage = "reading" if part.rows is not None else "transforming"
-        for number, item in self._items(part):
+        numbers, items = self._numbers(part)
+        for i, number in enumerate(numbers):
+            if items is None:
+                part.stage = "reading"
+                item = self._source.read(number)  # pyright: ignore[reportOptionalMemberAccess] - where there are no items there is one
+            else:
+                item = items[i]
             read = clock()
             part.stage = "transforming"
             if self._copies_first:
@@ -146,38 +142,36 @@ class Worker:
             done = clock()
             part.stage = "batching"
             if collected is not None:
-                collected[at] = item
+                collected[part.start + i] = item
             else:
                 writer.write(item)
-            at += 1
             in_source += read - began
             in_transform += done - read
             began = clock()
             in_copy += began - done
-            part.stage = "reading" if part.rows is not None else "transforming"
         writer.finish()
         ended = clock()
-        self.row_seconds((ended - started) / count)
+        if numbers:
+            self.row_seconds((ended - started) / len(numbers))
         if part.rows is None:
             in_source = 0.0  # measured where it was pulled
         self._meters.add(source=in_source, transform=in_transform, copy=in_copy + ended - began)
 
     def _fill_whole(self, part: Part) -> None:
         """Read, transform and write a batch that the source makes."""
-        batch, clock, functions = part.batch, self._clock, self._plan.functions
+        clock, functions = self._clock, self._plan.functions
         began = clock()
-        part.stage = "reading"
-        for number, item in self._items(part):
-            read = clock()
-            part.stage = "transforming"
-            if self._copies_first:
-                item = private_copy(item)
-            if functions.transform is not None:
-                item = functions.transformed(item, batch.epoch, number)
-            done = clock()
-            part.stage = "batching"
-            self._meters.add(source=read - began if part.rows is not None else 0.0, transform=done - read)
-            self._write_whole(batch, item)
+        (number,), items = self._numbers(part)
+        item = self._source.read(number) if items is None else items[0]  # pyright: ignore[reportOptionalMemberAccess] - as above
+        read = clock()
+        part.stage = "transforming"
+        if self._copies_first:
+            item = private_copy(item)
+        if functions.transform is not None:
+            item = functions.transformed(item, part.batch.epoch, number)
+        self._meters.add(source=read - began if part.rows is not None else 0.0, transform=clock() - read)
+        part.stage = "batching"
+        self._write_whole(part.batch, item)
 
     def _write_whole(self, batch: OpenBatch, item: Any) -> None:
         began = self._clock()

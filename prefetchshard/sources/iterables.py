@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from prefetchshard.base.errors import SourceError, UsedUpError
+from prefetchshard.base.signatures import takes_parameter
 from prefetchshard.sources.stateful import StateAccess, find_state_access, refuse_snapshot
 
 
@@ -222,21 +222,6 @@ def set_epoch(source: Any, epoch: int) -> None:
     tell = getattr(source, "set_epoch", None)
     if callable(tell):
         tell(epoch)
-
-
-def takes_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether the function has a parameter of that name that is still to be given; False where its signature cannot be read."""
-    if isinstance(function, functools.partial) and name in function.keywords:
-        return False
-    asked_of = cast("Any", function)
-    try:
-        asked = inspect.signature(asked_of).parameters.get(name)
-        taken = inspect.signature(asked_of, follow_wrapped=False).parameters  # a wrapper may pass on less than it is said to take
-    except (TypeError, ValueError):
-        return False
-    if asked is None or asked.kind not in (asked.POSITIONAL_OR_KEYWORD, asked.KEYWORD_ONLY):
-        return False
-    return name in taken or any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
 
 
 def name_of(function: Any) -> str:

@@ -65,8 +65,8 @@ class Loader:
             names leaf, row and value; "error": no such leaves; "allow": as JAX does it, silently.
         state: where to go on, from `state()` of a loader of the same data and the same seed, shuffle, batch size and remainder; devices,
             workers and depth may be others. `state.rebatch(n)` goes on with another batch size.
-        snapshot_every: of sources that can tell their own state (`get_state` and `set_state`, or `state_dict` and `load_state_dict`): they
-            are asked with every so manyth batch, and what was read after that is read again on going on; None: never.
+        snapshot_every: for sources with a state of their own (`get_state` and `set_state`, or `state_dict` and `load_state_dict`): it is
+            saved every n batches, and resuming reads at most n - 1 of them again; None: never.
 
     Raises:
         ConfigError: what cannot work, as far as it can be known here.

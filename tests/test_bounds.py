@@ -1,4 +1,4 @@
-"""Law 5: never more batches pulled and not delivered than `ahead`, under all timings; nothing grows; waiting costs nothing (C12, C51)."""
+"""Never more batches pulled and not delivered than `ahead`, under all timings; nothing grows; waiting costs nothing."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_waiting_threads_burn_no_cpu(state: str, S: NamedSharding) -> None:
     assert used < 0.005
 
 
-# --- C12: settings that cannot work are refused where the loader is made, by argument and value
+# --- settings that cannot work are refused where the loader is made, by argument and value
 
 WRONG: list[tuple[str, Any]] = [
     *(("depth", value) for value in (0, -1, 1.5, None, "2", True, np.float32(2), [2])),

@@ -1,4 +1,4 @@
-"""Law 7: closing is idempotent, allowed from anywhere, bounded whatever the source does, and leaves nothing behind."""
+"""Closing is idempotent, allowed from anywhere, bounded whatever the source does, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -476,7 +476,7 @@ def test_it_does_not_wait_for_the_closer(S: NamedSharding) -> None:
 
 
 def test_a_blocked_source_is_closed_from_outside(S: NamedSharding) -> None:
-    """C05."""
+    """The thread that waits inside the source comes out, and `close` returns soon."""
 
     class Blocks:
         def __init__(self) -> None:

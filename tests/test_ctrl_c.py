@@ -1,4 +1,4 @@
-"""Ctrl-C in the consumer's thread: wherever it strikes, no batch is lost, nothing hangs, and what was begun can be ended (C14)."""
+"""Ctrl-C in the consumer's thread: wherever it strikes, no batch is lost, nothing hangs, and what was begun can be ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a program ends, it ends: no hang, no noise, no abort (laws 1 and 7; C06, C09, C13, C14). Each case is a program of its own."""
+"""However a program ends, it ends: no hang, no noise, no abort. Each case is a program of its own."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_the_program_ends_quietly_every_time(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["a run at module level", "large batches under way"])
 def test_what_aborts_others_does_not_abort(case: str) -> None:
-    """C09: with daemon threads that nobody waits for, most of these runs end with code 134."""
+    """With daemon threads that nobody waits for, most of these runs end with code 134."""
     assert [outcome(done) for done in runs(QUIET[case], 4)] == [(0, "", "")] * 4
 
 
@@ -305,7 +305,7 @@ for batch in ps.prefetch(endless(), S, transform=transform): pass
 
 @pytest.mark.parametrize("case", RAISES)
 def test_an_error_ends_the_program(case: str, done: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
-    """C06: one traceback, and nothing beside it."""
+    """One traceback, and nothing beside it."""
     code, stdout, stderr = outcome(done(case))
     lines = stderr.splitlines()
     assert (code, stdout) == (1, "")
@@ -381,7 +381,7 @@ atexit.register(ps.running.run._close_all)
 
 
 def test_ctrl_c_while_next_waits() -> None:
-    """C14: at once, and the program ends within seconds, as Python programs end then."""
+    """At once, and the program ends within seconds, as Python programs end then."""
     program = """
 import atexit
 it = iter(ps.prefetch(blocked(), S)); next(it)

@@ -1,4 +1,4 @@
-"""Law 6: what goes wrong in a source, a transform or a transfer reaches the consumer as it is, after the good batches before it."""
+"""What goes wrong in a source, a transform or a transfer reaches the consumer as it is, after the good batches before it."""
 
 from __future__ import annotations
 

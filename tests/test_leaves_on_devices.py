@@ -1,6 +1,6 @@
 """Leaves that are jax.Arrays over several devices: what these compute for a batch is dispatched by the thread that takes it.
 
-Two threads that dispatch at once may let devices begin in different orders, and then they wait for each other for ever (law 1).
+Two threads that dispatch at once may let devices begin in different orders, and then they wait for each other for ever.
 """
 
 from __future__ import annotations

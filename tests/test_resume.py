@@ -1,4 +1,4 @@
-"""A run that is broken off anywhere goes on with the very next batch, bit for bit (C19, C21, C24)."""
+"""A run that is broken off anywhere goes on with the very next batch, bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def noisy(batch: Any, key: Any) -> Any:
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_every_point_of_a_run(depth: int, S: NamedSharding) -> None:
-    """C19: the state speaks of what was handed out, however much was read ahead."""
+    """The state speaks of what was handed out, however much was read ahead."""
 
     def make(state: ps.LoaderState | None = None) -> ps.Loader:
         return ps.prefetch(np.arange(80).reshape(80, 1), batch_size=8, sharding=S, depth=depth, state=state)
@@ -193,7 +193,6 @@ def test_a_run_can_go_on_on_trio_what_began_in_a_plain_loop(S: NamedSharding) ->
 
 
 def test_asking_before_the_first_batch_takes_nothing(S: NamedSharding) -> None:
-    """C21."""
     loader = ps.prefetch([np.full(8, i) for i in range(6)], sharding=S)
     first = loader.state()
     iterator = iter(loader)
@@ -225,7 +224,7 @@ def test_a_seed_of_any_length_is_compared(S: NamedSharding) -> None:
 
 
 def test_a_state_that_was_given_comes_back_before_any_batch(S: NamedSharding) -> None:
-    """C21: what is saved again at once is what was loaded, whatever the way."""
+    """What is saved again at once is what was loaded, whatever the way."""
     for kind in KINDS:
         source, size = source_of(kind, LENGTH, SIZE)
         with ps.Loader(source, S, batch_size=size) as loader:
@@ -242,7 +241,7 @@ def test_a_state_that_was_given_comes_back_before_any_batch(S: NamedSharding) ->
 
 
 def test_a_state_is_a_value(S: NamedSharding) -> None:
-    """C21: reading on does not change it."""
+    """Reading on does not change it."""
     iterator = iter(ps.Loader(np.arange(64).reshape(64, 1), S, batch_size=8))
     take(iterator, 2)
     state = iterator.state()
@@ -253,8 +252,6 @@ def test_a_state_is_a_value(S: NamedSharding) -> None:
 
 
 def test_asking_from_another_thread_gives_the_state_after_some_whole_number_of_batches(S: NamedSharding) -> None:
-    """C21."""
-
     def make() -> ps.Loader:
         return ps.Loader(np.arange(320).reshape(320, 1), S, batch_size=8, epochs=2)
 
@@ -531,7 +528,6 @@ def one_device() -> Any:
     ],
 )
 def test_what_would_give_other_batches_is_refused_where_the_loader_is_made(options: dict[str, Any], said: str) -> None:
-    """C24."""
     state = state_after(1)
     source = options.pop("source", np.arange(100).reshape(100, 1))
     if options.get("batch_size", 10) is None:
@@ -542,7 +538,6 @@ def test_what_would_give_other_batches_is_refused_where_the_loader_is_made(optio
 
 
 def test_other_workers_depth_devices_and_form_of_the_rows_are_accepted(mesh: Mesh) -> None:
-    """C24."""
     rows = np.arange(96).reshape(96, 1)
     whole = take(iter(ps.Loader(rows, one_device(), batch_size=8, shuffle=True, seed=5)))
     state: ps.LoaderState | None = None
@@ -572,7 +567,6 @@ def test_other_workers_depth_devices_and_form_of_the_rows_are_accepted(mesh: Mes
     ],
 )
 def test_what_is_no_state_is_refused(junk: Any, said: str) -> None:
-    """C24."""
     with pytest.raises(ps.ConfigError, match=said):
         ps.Loader(np.arange(100), one_device(), batch_size=10, state=junk)
 

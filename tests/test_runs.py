@@ -1,4 +1,4 @@
-"""The runs of a loader: how each ends, who may share it, and what the next one does (DESIGN 1.2; C10, C30)."""
+"""The runs of a loader: how each ends, who may share it, and what the next one does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources that tell their own state: asked by their own thread, at the right batch, and put back there (C23)."""
+"""Sources that tell their own state: asked by their own thread, at the right batch, and put back there."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def own_state(state: ps.LoaderState) -> Any:
 
 @pytest.mark.parametrize("names", [("get_state", "set_state"), ("state_dict", "load_state_dict")])
 def test_the_snapshot_is_that_of_the_last_batch_handed_out(names: tuple[str, str], S: NamedSharding) -> None:
-    """C23."""
+    """Not that of the item which was read last."""
     source = Stateful(names=names)
     iterator = iter(ps.prefetch(source, sharding=S, depth=4))
     assert values(iterator, 3) == [0, 1, 2]
@@ -116,7 +116,7 @@ def test_only_the_thread_that_reads_the_source_asks_it(S: NamedSharding) -> None
 
 @pytest.mark.parametrize("hook", [None, lambda item: item])
 def test_of_a_batch_of_examples_it_is_that_of_its_last_one(hook: Any, S: NamedSharding) -> None:
-    """C23: batching three items into one, the snapshot is that after the third. Here it is eight."""
+    """Where several items make a batch, the snapshot is the one after the last of them."""
     iterator = iter(ps.Loader(Telling([example(row) for row in range(30)]), S, batch_size=8, transform=hook, depth=3))
     for count in (1, 2, 3):
         next(iterator)

@@ -1,5 +1,5 @@
 """A source that may reuse its buffers is asked for the next batch only once the last one is copied, unless nobody could overwrite it:
-the counts of references tell. Whichever way a source holds on to what it yielded, its writing there changes no batch (law 3)."""
+the counts of references tell. Whichever way a source holds on to what it yielded, its writing there changes no batch."""
 
 from __future__ import annotations
 

@@ -71,6 +71,9 @@ def mesh_in_force() -> Mesh | None:
 class JaxContext:
     """The thread-local settings of JAX as they were where this was made.
 
+    Attributes:
+        sets_aside: whether some of them must not be in force for work of our own; see `set_aside`.
+
     Thread safety: immutable; equal where all settings are.
     """
 
@@ -80,6 +83,7 @@ class JaxContext:
         self.x64 = x64_enabled()
         given = dict(zip(_MANAGERS, self._values, strict=True))
         self._aside = [(_MANAGERS[name], value) for name, value in _OUR_OWN.items() if name in given and given[name] != value]
+        self.sets_aside = bool(self._aside) or self.mesh is not None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JaxContext) and self._values == other._values and self.mesh == other.mesh
@@ -89,7 +93,7 @@ class JaxContext:
 
     def set_aside(self) -> AbstractContextManager[Any]:
         """For work of our own in a thread where they are in force: what the caller wants of his functions is not wanted of ours."""
-        if not self._aside and self.mesh is None:
+        if not self.sets_aside:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         for manager, value in self._aside:

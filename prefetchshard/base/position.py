@@ -57,12 +57,13 @@ class EpochEnd:
     def __init__(self, known: bool | None = None, home_thread: int | None = None) -> None:
         self._known = known
         self._home_thread = home_thread
-        self._waiters = Waiters()
+        self._waiters = Waiters() if known is None else None
 
     def settle(self, ends: bool) -> None:
         """Give the answer; the first one stands."""
         if self._known is None:
             self._known = ends
+            assert self._waiters is not None
             self._waiters.wake()
 
     @property
@@ -81,7 +82,8 @@ class EpochEnd:
                 "the event loop of this thread (ps.from_this_loop), which would be blocked: look at `end_is_known` first, or ask in "
                 "another thread"
             )
-        self._waiters.wait(lambda: self._known is not None)
+        if self._waiters is not None:
+            self._waiters.wait(lambda: self._known is not None)
         return bool(self._known)
 
 
@@ -144,10 +146,6 @@ class Position:
     def end_is_known(self) -> bool:
         """Whether `ends_epoch` answers at once."""
         return self._end.is_known
-
-    def settle_end(self, ends: bool) -> None:
-        """Say whether this batch ends its epoch; the sequencer does, once it knows."""
-        self._end.settle(ends)
 
     def __repr__(self) -> str:
         return f"Position(run={self.run}, epoch={self.epoch}, step={self.step}, rows={self.rows}, batches={self.batches})"

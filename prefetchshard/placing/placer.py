@@ -107,6 +107,8 @@ class Placer:
 
     def dispatch(self, host: HostBatch) -> PendingTransfer:
         """Dispatch the transfer of a batch; one call for all its leaves."""
+        if not self._context.sets_aside:
+            return self._dispatch(host)
         with self._context.set_aside():
             return self._dispatch(host)
 
@@ -120,9 +122,9 @@ class Placer:
             shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
         began = self._clock()
-        is_late = any(type(leaf) is Deferred for leaf in leaves)
+        is_late = host.plan.has_device_leaves and any(type(leaf) is Deferred for leaf in leaves)
         arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)
-        step = arrays.pop() if wants_key else step_value(host.position.step)
+        step = arrays.pop() if wants_key else None if self._device_transform is None else step_value(host.position.step)
         return PendingTransfer(host, arrays, step, began, is_late=is_late)
 
     def land(self, flight: PendingTransfer) -> PlacedBatch:
@@ -135,7 +137,7 @@ class Placer:
         if host.memory is not None:
             host.memory.release()
             host.memory = None
-        plan = self._plan_of(host)
+        plan = host.plan if self._gather is None else self._gather.plan
         is_late = flight.is_late or self._is_late(plan)
         batch = None if is_late else self._batch(flight)
         placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, plan.spec)
@@ -153,14 +155,10 @@ class Placer:
         gather_is_late = self._gather is not None and self._gather.is_late
         return gather_is_late or (self._device_transform is not None and plan.spans_devices)
 
-    def _plan_of(self, host: HostBatch) -> Plan:
-        """The plan of the batch that the consumer gets."""
-        return host.plan if self._gather is None else self._gather.plan
-
     def _batch(self, flight: PendingTransfer) -> Any:
         host = flight.host
         arrays = flight.arrays
-        plan = self._plan_of(host)
+        plan = host.plan if self._gather is None else self._gather.plan
         if flight.is_late or host.plan.packing is not None or self._gather is not None:
             with self._context.set_aside():
                 arrays = [array.put() if type(array) is Deferred else array for array in arrays] if flight.is_late else arrays

@@ -86,7 +86,6 @@ class HostBatch:
             valid: rows that it has; None where it has none in common.
             staging: for the memory of a batch that must grow.
         """
-        self.plan = plan
         if plan.rows is None or valid is None:
             return 0
         missing = plan.rows - valid

@@ -135,6 +135,7 @@ class Plan:
         packing: of the small leaves into one buffer, where that is the better way; None where each is put by itself.
         nbytes: of one batch, over all devices once.
         spans_devices: whether an array of it lies on several devices.
+        has_device_leaves: whether leaves of it are jax.Arrays already.
     """
 
     def __init__(self, host: HostPlan, leaves: list[Leaf], rows: int | None, microbatches: int | None, pad: Pad | None) -> None:
@@ -147,6 +148,7 @@ class Plan:
         same = rows == host.rows and self.staged == host.staged
         self.layout = host.layout if same else Layout([(leaves[i].shape, leaves[i].target) for i in self.staged])
         put = [*self.staged, *(i for i, leaf in enumerate(leaves) if leaf.kind in (Kind.DEVICE, Kind.KEYS))]
+        self.has_device_leaves = len(put) > len(self.staged)
         self.put_order = list(put)
         self.put_shapes = [self.cut(leaves[i].shape, leaves[i].has_rows) for i in put]
         self.put_shardings = [self._cut_sharding(leaves[i].sharding, leaves[i].has_rows) for i in put]

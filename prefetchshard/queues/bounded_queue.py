@@ -97,8 +97,7 @@ class BoundedQueue(Generic[T]):
     no item.
 
     Attributes:
-        in_bursts: the items are small, so that taking turns for the interpreter's lock costs more than making them: who waits is woken, for
-            the first `BURST_SECONDS`, only where the queue is full, or holds one item at most. May be set at any time.
+        cancelled: nothing more is wanted; set by `cancel` alone.
         senders: that wait for room.
         receivers: that wait for an item, event loops too.
     """
@@ -120,7 +119,7 @@ class BoundedQueue(Generic[T]):
         self._starved_seconds = 0.0
         self._ended = False
         self._refusing = False
-        self._cancelled = False
+        self.cancelled = False
         self._failure: BaseException | None = None
 
     # -- sending
@@ -152,7 +151,7 @@ class BoundedQueue(Generic[T]):
 
     def end(self, failure: BaseException | None = None) -> None:
         """Nothing more comes after what is reserved already; then the failure, if there is one. Never blocks."""
-        if self._failure is None and not self._cancelled:
+        if self._failure is None and not self.cancelled:
             self._failure = failure
         self._ended = True
         self.refuse()
@@ -191,7 +190,7 @@ class BoundedQueue(Generic[T]):
             with self._lock:
                 line = self._line
                 head = _takeable(line)
-                if head is None or self._cancelled:
+                if head is None or self.cancelled:
                     return EMPTY
                 ticket = head  # no call, so no signal, comes between this and the end of the block
                 del line[0]
@@ -210,7 +209,7 @@ class BoundedQueue(Generic[T]):
     def peek_nowait(self) -> T | EmptyType:
         """The next item in order, left where it is, or EMPTY."""
         head = _takeable(self._line)
-        return EMPTY if head is None or self._cancelled else head.item  # pyright: ignore[reportReturnType] - as above
+        return EMPTY if head is None or self.cancelled else head.item  # pyright: ignore[reportReturnType] - as above
 
     def untake(self, item: T) -> None:
         """Put an item back that was taken and not used: it is the next one again."""
@@ -247,7 +246,7 @@ class BoundedQueue(Generic[T]):
 
     def cancel(self) -> None:
         """Nothing more is wanted: every waiter returns. Never blocks, takes no lock, drops nothing by itself."""
-        self._cancelled = True
+        self.cancelled = True
         self._refusing = True
         self._wake_all()
 
@@ -280,7 +279,7 @@ class BoundedQueue(Generic[T]):
 
     def has_ready(self) -> bool:
         """Whether an item can be taken at once."""
-        return not self._cancelled and _takeable(self._line) is not None
+        return not self.cancelled and _takeable(self._line) is not None
 
     def is_over(self) -> bool:
         """Whether nothing will come any more, whoever takes: it ended, failed or was cancelled."""
@@ -288,12 +287,8 @@ class BoundedQueue(Generic[T]):
         try:
             head = self._line[0]
         except IndexError:
-            return ended or self._cancelled
-        return (head.settled and head.failure is not None) or self._cancelled
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
+            return ended or self.cancelled
+        return (head.settled and head.failure is not None) or self.cancelled
 
     @property
     def failure(self) -> BaseException | None:
@@ -326,7 +321,7 @@ class BoundedQueue(Generic[T]):
         return self._refusing or self._has_room()
 
     def _settled(self) -> bool:
-        if self._cancelled:
+        if self.cancelled:
             return True
         try:
             return self._line[0].settled
@@ -334,7 +329,7 @@ class BoundedQueue(Generic[T]):
             return self._ended
 
     def __repr__(self) -> str:
-        words = [word for word, so in (("cancelled", self._cancelled), ("ended", self._ended), ("failed", self.failure is not None)) if so]
+        words = [word for word, so in (("cancelled", self.cancelled), ("ended", self._ended), ("failed", self.failure is not None)) if so]
         return f"<BoundedQueue {len(self._line) + self._unreleased} of {self.capacity}{''.join(', ' + word for word in words)}>"
 
 

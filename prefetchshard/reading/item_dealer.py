@@ -57,7 +57,7 @@ class ItemDealer:
         self.close_failures: list[BaseException] = []
         self._loop = OwnLoop(self.helpers)
         self._copied = Waiters()
-        self._worker.part_done = lambda part: self._copied.wake()
+        self._worker.part_done = self._copied.wake
         self._copiers = min(plan.workers, cpu_count()) - 1  # beside the source's own thread; copying is all that they do
         self._has_functions = plan.functions.transform is not None or plan.functions.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.

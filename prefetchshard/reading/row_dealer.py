@@ -58,7 +58,7 @@ class RowDealer:
         self._in_use = _InUse()
         self._dataset = source.dataset if isinstance(source, Dataset) and callable(getattr(source.dataset, "set_epoch", None)) else None
         if self._dataset is not None:
-            self._worker.part_done = lambda part: self._in_use.leave()
+            self._worker.part_done = self._in_use.leave
 
     @property
     def helpers(self) -> list[threading.Thread]:
@@ -101,14 +101,14 @@ class RowDealer:
         for epoch in plan.epoch_numbers():
             self._begin(epoch)
             done = self._rows_done(epoch)
-            is_empty = done == 0
-            while (span := order.span(done)) is not None:
+            is_empty, span = done == 0, order.span(done)
+            while span is not None:
                 ticket = plan.out.reserve()
                 if ticket is None:
                     return
-                batch = OpenBatch(ticket, epoch, span[0])
-                yield from self._cut(batch, *span)
-                done, is_empty = span[1], False
+                (start, done), is_empty = span, False
+                span = order.span(done)
+                yield from self._cut(OpenBatch(ticket, epoch, start), start, done, is_last=span is None)
             plan.meters.add(dropped=order.length - done)
             if is_empty and plan.epochs is None:
                 ticket = plan.out.reserve()
@@ -129,12 +129,11 @@ class RowDealer:
             return 0
         return start.batches if self._plan.batch_size is None else start.rows
 
-    def _cut(self, batch: OpenBatch, start: int, stop: int) -> Iterator[Part]:
+    def _cut(self, batch: OpenBatch, start: int, stop: int, *, is_last: bool) -> Iterator[Part]:
         """The parts of one batch: positions `start` to `stop` of the epoch."""
         plan, order = self._plan, self._order
         count = stop - start
-        batch.is_last = order.span(stop) is None
-        batch.ends_epoch = batch.is_last
+        batch.is_last = batch.ends_epoch = is_last
         if plan.batch_size is not None:
             batch.examples = count
         elif plan.remainder == "drop" and order.length - stop == 1:

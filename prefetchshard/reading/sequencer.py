@@ -67,7 +67,7 @@ class Sequencer:
         self._first = _First(start.batch_rows)
         self._decided: Decided = deque()
         self._held: HostBatch | None = None  # short; whether it is the last of its epoch is not known yet
-        self._last: Position | None = None
+        self._open: EpochEnd | None = None  # of the last batch, where it is not known whether it ends its epoch
         self._given_up = False
 
     # -- as a queue
@@ -110,10 +110,6 @@ class Sequencer:
         return not self._decided and self._held is None and self._queue.is_over()
 
     @property
-    def cancelled(self) -> bool:
-        return self._queue.cancelled
-
-    @property
     def failure(self) -> BaseException | None:
         """Why it is over, as the consumer gets it; None where the data ended."""
         failure = self._queue.failure
@@ -149,7 +145,8 @@ class Sequencer:
     # -- what a batch is
 
     def _take(self, batch: HostBatch) -> None:
-        self._release_held()
+        if self._held is not None:
+            self._release_held()
         first = self._first
         tree = batch.host_plan.tree
         if self._batch_size is None and not self._pads and first.lacks(batch.host_plan.rows, tree):
@@ -171,24 +168,26 @@ class Sequencer:
 
     def _decide(self, batch: HostBatch) -> None:
         """Give the batch its plan and its position."""
-        at = self._begin(batch.epoch)
+        at = self._at if self._at.epoch == batch.epoch else self._begin(batch.epoch)
+        host_plan = batch.host_plan
         try:
-            rows = self._rows_of(batch)
-            plan = self._planner.placed(batch.host_plan, rows)
-            self._first.see(plan.rows, batch.host_plan.tree)
-            valid = batch.host_plan.rows if batch.host_plan.is_made else batch.examples
-            padded = batch.complete(plan, valid, self._staging)
+            rows = self._padded_rows(batch) if self._pads else host_plan.rows
+            batch.plan = plan = host_plan.placed.get(rows) or self._planner.placed(host_plan, rows)
+            if not self._first.is_seen:
+                self._first.see(plan.rows, host_plan.tree)
+            valid = host_plan.rows if host_plan.is_made else batch.examples
+            if valid != plan.rows or plan.pad is not None:
+                self._meters.add(padded=batch.complete(plan, valid, self._staging))
         except BaseException as error:  # noqa: BLE001 - raised again
-            raise note(error, "planning", self._position(at, batch))  # noqa: B904 - it is that error
-        if padded:
-            self._meters.add(padded=padded)
-        before, self._last = self._last, self._position(at, batch)
-        batch.position = self._last
-        self._at = self._last.after
-        if before is not None and before.epoch == batch.epoch:
-            before.settle_end(False)
+            raise note(error, "planning", self._position(at, batch, EpochEnd(False)))  # noqa: B904 - it is that error
+        if self._open is not None:
+            self._open.settle(at.batches == 0)  # the first of its epoch: the one before ended the last epoch
+        end = EpochEnd(batch.ends_epoch, self._home_thread)
+        self._open = end if batch.ends_epoch is None else None
         if self._given_up:
-            self._last.settle_end(False)
+            end.settle(False)
+        batch.position = position = self._position(at, batch, end)
+        self._at = position.after
         self._decided.append(batch)
 
     def _begin(self, epoch: int) -> StartPoint:
@@ -200,7 +199,7 @@ class Sequencer:
             )
         return at
 
-    def _position(self, at: StartPoint, batch: HostBatch) -> Position:
+    def _position(self, at: StartPoint, batch: HostBatch, end: EpochEnd) -> Position:
         mark = batch.mark
         way: Way = "index" if at.resumes_by == "index" else "replay" if mark is None or mark.snapshot is None else "snapshot"
         after = StartPoint(
@@ -217,14 +216,14 @@ class Sequencer:
             since_snapshot=0 if mark is None else mark.since_snapshot,
             sample=None if mark is None else mark.sample,
         )
-        return Position(after, at.rows, EpochEnd(batch.ends_epoch, self._home_thread))
+        return Position(after, at.rows, end)
 
     # -- rows
 
-    def _rows_of(self, batch: HostBatch) -> int | None:
-        """Rows with which a batch is placed."""
+    def _padded_rows(self, batch: HostBatch) -> int | None:
+        """Rows with which a batch is placed, under "pad"."""
         rows = batch.host_plan.rows
-        if not self._pads or rows is None:
+        if rows is None:
             return rows
         if self._first.lacks(rows, batch.host_plan.tree):
             return self._first.rows
@@ -250,8 +249,7 @@ class Sequencer:
                 after = StartPoint(run=at.run, epoch=at.epoch, step=at.step + 1, batches=at.batches + 1, rows=at.rows + mark.left)
                 raise note(error, "batching", Position(after, at.rows, EpochEnd(True)))
             self._meters.add(dropped=mark.left)
-        if self._last is not None and self._last.epoch == mark.epoch:
-            self._last.settle_end(True)
+        self._settle(True)
         if self._is_endless and at.batches == 0:
             raise ConfigError(
                 f"epoch {mark.epoch} gave no batch, and epochs=None would go on so for ever: the source is empty"
@@ -273,19 +271,21 @@ class Sequencer:
                 f"the last batch is {missing} rows shorter than the first one{in_brackets(paths)}, and remainder='error'; drop it "
                 f"(remainder='drop') or fill it up under a mask (remainder='pad')"
             )
-            raise note(error, "batching", self._position(at, batch))
+            raise note(error, "batching", self._position(at, batch, EpochEnd(True)))
         self._meters.add(dropped=rows)
         batch.drop_memory()
         self._queue.release()
-        if self._last is not None and self._last.epoch == batch.epoch:
-            self._last.settle_end(True)
+        self._settle(True)
 
     def _give_up(self) -> None:
         """Nobody will hear more about whether the last batch ends its epoch."""
         self._given_up = True
-        last = self._last
+        self._settle(False)
+
+    def _settle(self, ends: bool) -> None:
+        last = self._open
         if last is not None:
-            last.settle_end(False)
+            last.settle(ends)
 
 
 class _First:
@@ -293,10 +293,12 @@ class _First:
 
     Attributes:
         rows: that it had; None where it is not known yet, or had none.
+        is_seen: whether a batch of this run was seen.
     """
 
     def __init__(self, rows: int | None) -> None:
         self.rows = rows
+        self.is_seen = False
         self._tree: BatchTree | None = None
 
     def lacks(self, rows: int | None, tree: BatchTree) -> bool:
@@ -304,8 +306,8 @@ class _First:
         return self.rows is not None and rows is not None and rows < self.rows and (self._tree is None or tree == self._tree)
 
     def see(self, rows: int | None, tree: BatchTree) -> None:
-        """Note the first batch; later ones change nothing."""
-        if self._tree is None:
-            self._tree = tree
-            if self.rows is None:
-                self.rows = rows
+        """Note the first batch."""
+        self.is_seen = True
+        self._tree = tree
+        if self.rows is None:
+            self.rows = rows

@@ -42,8 +42,8 @@ class Worker:
         # What these functions do to an item must not reach the source
         is_shared = isinstance(source, Dataset) or (source is None and not plan.reuses_buffers)
         self._copies_first = has_functions and is_shared
-        self.part_done: Callable[[Part], None] = lambda part: None
-        self.row_seconds: Callable[[float], None] = lambda seconds: None
+        self.part_done: Callable[[], None] | None = None
+        self.row_seconds: Callable[[float], None] | None = None
 
     def work(self, deal: Callable[[], Part | None]) -> None:
         """Do what is dealt out until there is no more."""
@@ -62,7 +62,8 @@ class Worker:
             batch.fail(error, part.stage, self._rows_of(part))
         part.items = part.work = None
         is_last = batch.part_done()
-        self.part_done(part)
+        if self.part_done is not None:
+            self.part_done()
         if is_last:
             self.finish(batch)
 
@@ -151,7 +152,7 @@ class Worker:
             in_copy += began - done
         writer.finish()
         ended = clock()
-        if numbers:
+        if numbers and self.row_seconds is not None:
             self.row_seconds((ended - started) / len(numbers))
         if part.rows is None:
             in_source = 0.0  # measured where it was pulled

@@ -23,7 +23,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
-from prefetchshard.leaves.converting import as_array, private_copy, stack_on_host
+from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.copying import private_copy
+from prefetchshard.leaves.on_host import stack_on_host
 
 ROWS = 8
 X = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 2)

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from prefetchshard.base.errors import PlacementError
-from prefetchshard.placing.transfer import copy_in_place, is_jax_array, is_key, put
+from prefetchshard.leaves.on_devices import is_jax_array, is_key
+from prefetchshard.placing.transfer import copy_in_place, put
 from support import aligned
 
 P = PartitionSpec

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from prefetchshard.base.batches import AnyArray
 from prefetchshard.base.errors import PlacementError
+from prefetchshard.base.jax_types import config, device_put, device_set, make_array_from_callback, wrap_key_data
+from prefetchshard.leaves.on_devices import from_movable, is_jax_array, is_key, to_movable
 from prefetchshard.sharding.meshes import is_on_cpu, row_slices
 
 if TYPE_CHECKING:
@@ -18,8 +21,6 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
 Shape = tuple[int, ...]
-
-_jax: Any = jax  # JAX leaves devices, and what is made of them, without a type
 
 
 def put(
@@ -61,15 +62,15 @@ def put(
 def explicit() -> contextlib.AbstractContextManager[Any]:
     """For calls that may move data to devices."""
     # To JAX only `device_put` is a transfer that the user asked for; ours are, whatever call makes them
-    guard = _jax.config.jax_transfer_guard_host_to_device
-    return _jax.transfer_guard_host_to_device("allow") if guard in ("disallow", "log") else contextlib.nullcontext()
+    guard = config.jax_transfer_guard_host_to_device
+    return jax.transfer_guard_host_to_device("allow") if guard in ("disallow", "log") else contextlib.nullcontext()
 
 
-def _put_numpy(leaf: Any, sharding: Sharding, shape: Shape | None) -> Any:
+def _put_numpy(leaf: AnyArray, sharding: Sharding, shape: Shape | None) -> jax.Array:
     # For arrays of one process this is `device_put` at two thirds of its cost, a leaf
     if shape is None or shape == leaf.shape:
-        return _jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
-    return _jax.make_array_from_callback(shape, sharding, _ProcessRows(leaf, sharding, shape).__getitem__)
+        return make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+    return make_array_from_callback(shape, sharding, _ProcessRows(leaf, sharding, shape).__getitem__)
 
 
 class _ProcessRows:
@@ -90,71 +91,43 @@ class _ProcessRows:
         return self._leaf[(slice(begin, begin + stop - start), *index[1:])]
 
 
-def _put_other(leaf: Any, sharding: Sharding, shape: Shape | None, path: str) -> Any:
+def _put_other(leaf: Any, sharding: Sharding, shape: Shape | None, path: str) -> jax.Array:
     if is_jax_array(leaf):
         _refuse_deleted(leaf, path)
         if leaf.is_fully_addressable and not sharding.is_fully_addressable:
             return _put_process_array(leaf, sharding, shape)
         return copy_in_place(leaf, sharding)
     if sharding.is_fully_addressable:
-        return _jax.device_put(leaf, sharding)
+        return device_put(leaf, sharding)
     return _put_numpy(np.asarray(leaf), sharding, shape)  # `device_put` would compare the values of all processes
 
 
-def _put_process_array(array: Any, sharding: Sharding, shape: Shape | None) -> Any:
+def _put_process_array(array: jax.Array, sharding: Sharding, shape: Shape | None) -> jax.Array:
     if not is_key(array):
         return _put_numpy(np.asarray(array), sharding, shape)
-    bits = np.asarray(_jax.random.key_data(array))
+    bits = np.asarray(jax.random.key_data(array))
     placed = _put_numpy(bits, sharding, None if shape is None else (*shape, *bits.shape[array.ndim :]))
-    return _jax.random.wrap_key_data(placed, impl=_jax.random.key_impl(array))
+    return wrap_key_data(placed, impl=jax.random.key_impl(array))
 
 
-def copy_in_place(array: Any, sharding: Sharding) -> Any:
+def copy_in_place(array: jax.Array, sharding: Sharding) -> jax.Array:
     """A jax.Array placed as asked that shares no memory with the one given, made on the devices."""
-    here: Any = array.sharding
-    there: Any = sharding
-    moved = array if here.is_equivalent_to(there, array.ndim) else _moved(array, there)
-    if here.device_set.isdisjoint(there.device_set):
+    here = array.sharding
+    moved = array if here.is_equivalent_to(sharding, array.ndim) else _moved(array, sharding)
+    if device_set(here).isdisjoint(device_set(sharding)):
         return moved
-    return _jax.device_put(moved, there, may_alias=False)  # to where it is already: the one case in which JAX heeds this
+    return device_put(moved, sharding, may_alias=False)  # to where it is already: the one case in which JAX heeds this
 
 
-def _moved(array: Any, there: Any) -> Any:
+def _moved(array: jax.Array, there: Sharding) -> jax.Array:
     if not is_on_cpu(there) or is_key(array):
-        return _jax.device_put(array, there)
-    return from_movable(_jax.device_put(to_movable(array), there), array.dtype)
+        return device_put(array, there)
+    return from_movable(device_put(to_movable(array), there), array.dtype)
 
 
-def _refuse_deleted(array: Any, path: str) -> None:
+def _refuse_deleted(array: jax.Array, path: str) -> None:
     if array.is_deleted():
         raise PlacementError(
             f"leaf {path or '(the batch itself)'}: the jax.Array of shape {array.shape} was deleted before it was placed, most likely donated "
             f"to a jitted function: let the source yield NumPy arrays, or new jax.Arrays"
         )
-
-
-def is_jax_array(leaf: Any) -> bool:
-    """Whether a leaf is on devices already, typed PRNG keys included."""
-    return isinstance(leaf, jax.Array)
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys, which NumPy cannot hold."""
-    return is_jax_array(leaf) and _jax.dtypes.issubdtype(leaf.dtype, _jax.dtypes.prng_key)
-
-
-def is_small_float(dtype: Any) -> bool:
-    """Whether the CPU backend moves numbers of this type by way of larger ones, which changes the bits of what is not a number."""
-    return bool(_jax.dtypes.issubdtype(dtype, np.floating)) and _jax.numpy.finfo(dtype).bits in (8, 16)
-
-
-def to_movable(array: Any) -> Any:
-    """An array, small floats as the integers of the same bits."""
-    if not is_small_float(array.dtype):
-        return array
-    return _jax.lax.bitcast_convert_type(array, np.uint8 if array.dtype.itemsize == 1 else np.uint16)
-
-
-def from_movable(array: Any, dtype: Any) -> Any:
-    """What `to_movable` was given, from what it gave."""
-    return _jax.lax.bitcast_convert_type(array, dtype) if is_small_float(dtype) else array

@@ -16,9 +16,10 @@ from prefetchshard.base.batches import HostBatch, PlacedBatch
 from prefetchshard.base.clock import Clock
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.leaves.on_devices import from_movable, is_jax_array, is_key, to_movable
 from prefetchshard.measuring.stats import Meters
 from prefetchshard.placing.device_transform import DeviceTransform, stand_in, step_value
-from prefetchshard.placing.transfer import explicit, from_movable, is_jax_array, is_key, put, to_movable
+from prefetchshard.placing.transfer import explicit, put
 from prefetchshard.planning.packing import Packing
 from prefetchshard.planning.planner import MASK, Kind, Plan
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefetchshard.base.errors import PlacementError
-from prefetchshard.placing.transfer import is_jax_array
+from prefetchshard.leaves.on_devices import is_jax_array
 from prefetchshard.planning.planner import Plan, Planner, splits_rows
 from prefetchshard.sharding.batch_tree import BatchTree
 

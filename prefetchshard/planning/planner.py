@@ -19,8 +19,9 @@ from prefetchshard.base.agreement import Agreement
 from prefetchshard.base.batches import AnyArray, LeafSpec
 from prefetchshard.base.config import HOST, Narrow, Pad
 from prefetchshard.base.errors import BatchError, ConfigError, LeafTypeError, NarrowingError, PlacementError
-from prefetchshard.leaves.converting import as_array, canonical, narrows, pad_value, refuse_narrowing
-from prefetchshard.placing.transfer import is_jax_array, is_key
+from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.narrowing import canonical, narrows, pad_value, refuse_narrowing
+from prefetchshard.leaves.on_devices import is_jax_array, is_key
 from prefetchshard.planning.packing import find_packing
 from prefetchshard.sharding.batch_tree import BatchTree
 from prefetchshard.sharding.leaf_sharding import with_leading_axis

@@ -14,9 +14,11 @@ from prefetchshard.base.config import Narrow, Pad
 from prefetchshard.base.errors import BatchError
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.waiters import Waiters
-from prefetchshard.leaves.converting import as_array, blank, check_example, check_key, stack_on_host, store
+from prefetchshard.leaves.converting import as_array, check_example, check_key
+from prefetchshard.leaves.narrowing import store
+from prefetchshard.leaves.on_devices import is_jax_array
+from prefetchshard.leaves.on_host import blank, stack_on_host
 from prefetchshard.measuring.stats import Meters
-from prefetchshard.placing.transfer import is_jax_array
 from prefetchshard.planning.full_batches import plan_full
 from prefetchshard.planning.planner import MASK, Kind, Leaf, Plan, Planner
 from prefetchshard.queues.bounded_queue import Ticket

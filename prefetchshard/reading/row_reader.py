@@ -11,7 +11,7 @@ from prefetchshard.base.batches import Position
 from prefetchshard.base.errors import NarrowingError
 from prefetchshard.base.faults import of_epoch
 from prefetchshard.base.waiters import Waiters
-from prefetchshard.leaves.converting import private_copy
+from prefetchshard.leaves.copying import private_copy
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.planning.planner import Plan
 from prefetchshard.reading.filling import OpenBatch, WholeBatches

@@ -12,7 +12,7 @@ from typing import Any
 from prefetchshard.base.errors import BatchError
 from prefetchshard.base.faults import of_epoch
 from prefetchshard.base.waiters import Waiters
-from prefetchshard.leaves.converting import are_unshared, private_copy
+from prefetchshard.leaves.copying import are_unshared, private_copy
 from prefetchshard.reading.filling import CopyJob, FlatBatch, OpenBatch, WholeBatches
 from prefetchshard.reading.reading_plan import BatchNumbering, ReadingPlan, cpu_count
 from prefetchshard.resuming.replay import Replay

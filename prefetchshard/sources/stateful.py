@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from prefetchshard.base.codec import pack_snapshot, unpack_snapshot
 from prefetchshard.base.errors import StateError
-from prefetchshard.resuming.loader_state import pack_snapshot, unpack_snapshot
 
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 

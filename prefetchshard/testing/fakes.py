@@ -8,16 +8,14 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
-import jax
 import msgspec
 import numpy as np
 
 from prefetchshard.base.batches import AnyArray, Memory
+from prefetchshard.base.jax_types import devices
 from prefetchshard.building import run_factory as building
 from prefetchshard.placing.transfer_loops import TransferLimits
 from prefetchshard.staging.aliased import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
-
-_jax: Any = jax
 
 MakeStaging: TypeAlias = Callable[[Any, int], Staging]
 """From one of the devices and a number of slots to a ring."""
@@ -94,7 +92,7 @@ class PoisonStaging:
 
     def __init__(self, capacity: int, *, pieces: int | None = None) -> None:
         self._capacity = capacity
-        self._pieces = pieces or len(_jax.devices())
+        self._pieces = pieces or len(devices())
         self._lock = threading.Lock()  # guards the fields below but _back; never taken by a lease's finaliser
         self._free: list[_PoisonedSlot] = []
         self._places: dict[int, _Places] = {}

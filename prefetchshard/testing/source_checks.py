@@ -7,19 +7,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import msgspec
 import numpy as np
 
 from prefetchshard.base.errors import LeafTypeError, NarrowingError
-from prefetchshard.leaves.converting import as_array, private_copy
+from prefetchshard.base.jax_types import keystr, tree_flatten_with_path
+from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.copying import private_copy
 from prefetchshard.sources import recognise
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.asynchronous import OwnLoop
 from prefetchshard.sources.dataset import Dataset
 from prefetchshard.sources.iterables import END, OpenIterator, OpenSource, Stream
-
-_jax: Any = jax
 
 THREADS_SECONDS = 60.0
 """How long the threads of one check may take."""
@@ -295,12 +294,12 @@ def _equal(got: Any, wanted: Any, where: str) -> None:
 
 def _difference(got: Any, wanted: Any) -> str | None:
     """Where two items differ, bit by bit; None where they do not."""
-    (ours, our_tree), (theirs, their_tree) = (_jax.tree_util.tree_flatten_with_path(item) for item in (got, wanted))
+    (ours, our_tree), (theirs, their_tree) = (tree_flatten_with_path(item) for item in (got, wanted))
     if our_tree != their_tree:
         return f"{our_tree} and not {their_tree}"
     for (path, one), (_, other) in zip(ours, theirs, strict=True):
         if not _same(one, other):
-            return f"{_jax.tree_util.keystr(path) or 'it'} is {_words(one)} and not {_words(other)}"
+            return f"{keystr(path) or 'it'} is {_words(one)} and not {_words(other)}"
     return None
 
 

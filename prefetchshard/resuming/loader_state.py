@@ -81,6 +81,13 @@ class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         StateError: a value is of another type or out of range.
 
     Thread safety: immutable.
+
+    Example:
+        rows = np.arange(64, dtype=np.float32)
+        batches = iter(ps.Loader(rows, P("data"), batch_size=16))
+        next(batches)
+        state = ps.LoaderState.decode(batches.state().encode())  # also: save(path) and load(path)
+        assert len(list(ps.Loader(rows, P("data"), batch_size=16, state=state))) == 3
     """
 
     version: int = VERSION

@@ -38,6 +38,10 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices, two are -1, one is zero, or there is none.
+
+    Example:
+        mesh = ps.make_mesh({"data": -1, "model": 2})
+        assert mesh.shape["data"] == jax.device_count() // 2
     """
     chosen: list[Device] = list(all_devices() if devices is None else devices)
     sizes = _whole_sizes(axes, len(chosen))
@@ -154,6 +158,10 @@ def process_data_shard(mesh: Mesh, spec: PartitionSpec) -> ProcessShard:
 
     Raises:
         ConfigError: this process has no device in the mesh, or processes share a part of their rows.
+
+    Example:
+        shard = ps.process_data_shard(ps.make_mesh({"data": -1}), P("data"))
+        rows = np.arange(64)[shard.index :: shard.count]  # what this process reads
     """
     check_spec(spec, mesh)
     shape = tuple(axis_size(mesh, entry) for entry in tuple(spec)) or (1,)

@@ -35,6 +35,11 @@ class OnDevice:
 
     Raises:
         ConfigError: not arrays of one leading size, or some that no device can hold.
+
+    Example:
+        arrays = ps.OnDevice({"x": np.zeros((64, 3), np.float32)})
+        for batch in ps.Loader(arrays, P("data"), batch_size=16, shuffle=True):
+            assert batch["x"].shape == (16, 3)
     """
 
     def __init__(self, arrays: Any, sharding: Any = None) -> None:

@@ -52,6 +52,10 @@ def describe(batch: Any) -> str:
 
     Returns:
         Lines of at most 100 characters.
+
+    Example:
+        (batch,) = ps.prefetch([{"x": np.zeros((8, 3), np.float32)}], P("data"))
+        print(ps.describe(batch))
     """
     found = tree_flatten_with_path(batch, is_leaf=_is_list_of_values)[0]
     leaves = [_Leaf(path_text(keys) or "(the batch itself)", value) for keys, value in found]

@@ -34,6 +34,11 @@ class SourceReport(msgspec.Struct, frozen=True):
         reuses_buffers: it overwrites an item when it is asked for the next one, so `reuses_buffers=False` would be wrong.
         rereadable: it can be read again, so that a loader can have several epochs and runs.
         has_state: it tells and takes its own state, so that a loader can go on without reading again.
+
+    Example:
+        report = ps.testing.check_source(lambda: iter([np.zeros(3), np.ones(3)]))
+        assert report.items == 2
+        assert not report.has_state
     """
 
     kind: str
@@ -65,6 +70,11 @@ def check_source(
     Raises:
         AssertionError: it does not keep one of these; says which, and where.
         ConfigError: it is no source.
+
+    Example:
+        examples = [np.full(3, i) for i in range(10)]
+        report = ps.testing.check_source(lambda: (row.copy() for row in examples), examples)
+        assert not report.reuses_buffers
     """
     source = recognise(make_source(), batched=True)
     if isinstance(source, Arrays):

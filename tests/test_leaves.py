@@ -247,7 +247,7 @@ class Pair(NamedTuple):
         ([["a"], ["b", "c"]], None),
         ([None, "a"], None),
         ([np.array(["a", "bc"]), np.array(["d", "ef"])], ["", ""]),
-        ([np.array(["a", None]), np.array(["d", 1])], [None, None]),
+        ([np.array(["a", None], object), np.array(["d", 1], object)], [None, None]),
         ([np.ma.masked_array([1, 2], [True, False]), np.ma.masked_array([3, 4])], [None, None]),
         ([RECORDS[0], RECORDS[1]], (0, 0.0)),
     ],

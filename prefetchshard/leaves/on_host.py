@@ -29,7 +29,11 @@ def stack_on_host(values: list[Any], path: str, rows: int | None = None) -> Any:
     Raises:
         BatchError: containers that differ in form.
     """
-    stacked = _stack(values, path)
+    first = values[0]
+    if first is not None and type(first) is not list and (type(first) is dict or children_of(first) is not None):
+        stacked = _stack_containers(values, path)
+    else:
+        stacked = _stack_values(values)
     return stacked if rows is None or rows == len(values) else pad_on_host(stacked, rows)
 
 
@@ -65,25 +69,18 @@ def blank(like: AnyArray, shape: tuple[int, ...]) -> AnyArray:
     return np.zeros(shape, like.dtype).view(type(like))
 
 
-def _stack(values: list[Any], path: str) -> Any:
-    first = values[0]
-    if first is not None and type(first) is not list and (type(first) is dict or children_of(first) is not None):
-        return _stack_containers(values, path)
-    return _stack_values(values)
-
-
 def _stack_containers(values: list[Any], path: str) -> Any:
     first: Any = values[0]
     kind = cast("Any", type(first))
     if kind is dict:
         if any(type(v) is not dict or v.keys() != first.keys() for v in values):
             raise _other_form(path)
-        return {k: _stack([v[k] for v in values], f"{path}.{k}") for k in first}
+        return {k: stack_on_host([v[k] for v in values], f"{path}.{k}") for k in first}
     forms = [tree_structure(v, is_leaf=partial(operator.is_not, v)) for v in values]
     if any(form != forms[0] for form in forms):
         raise _other_form(path)
     parts = zip(*(forms[0].flatten_up_to(v) for v in values), strict=True)
-    return forms[0].unflatten([_stack(list(part), f"{path}[{i}]") for i, part in enumerate(parts)])
+    return forms[0].unflatten([stack_on_host(list(part), f"{path}[{i}]") for i, part in enumerate(parts)])
 
 
 def _other_form(path: str) -> BatchError:

@@ -6,7 +6,6 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from prefetchshard.base.errors import ConfigError
@@ -68,12 +67,6 @@ def _check_axes(axes: Mapping[str, int], devices: int) -> None:
         raise ConfigError(f"make_mesh({dict(axes)}): only one axis may be -1")
     if not devices:
         raise ConfigError(f"make_mesh({dict(axes)}): the list of devices is empty")
-
-
-def mesh_in_force() -> Mesh | None:
-    """The mesh of `jax.set_mesh` in this thread, if there is one."""
-    mesh: Mesh = jax.sharding.get_mesh()
-    return None if mesh.empty else mesh
 
 
 def axis_names(entry: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from prefetchshard.base.config import HOST, HostType
 from prefetchshard.base.errors import ConfigError, PlacementError
+from prefetchshard.base.jax_context import mesh_in_force
 from prefetchshard.base.jax_types import (
     Device,
     TreeDef,
@@ -26,7 +27,6 @@ from prefetchshard.sharding.leaf_sharding import fit, replicated_like, rows_like
 from prefetchshard.sharding.meshes import (
     check_spec,
     devices_of,
-    mesh_in_force,
     mesh_of,
     mesh_text,
     row_split,

@@ -85,6 +85,11 @@ LAYERS = [
     ["app.cli"],
     ["__main__"],
 ]
+FORBIDDEN = {
+    "sources": {"resuming", "reading", "placing"},
+    "reading": {"placing"},  # they meet in queues: the thread that calls JAX never runs the source's code
+    "placing": {"reading"},
+}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 CORE_DEPENDENCIES = {"jax", "numpy", "anyio", "msgspec"}
@@ -169,6 +174,17 @@ def test_imports_point_down(file: Path) -> None:
         beside = file.name == "__init__.py" and target.startswith(f"{name}.")
         if not (below or beside):
             wrong.append(f"{file.relative_to(REPOSITORY)}:{line} imports {target}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_packages_that_must_not_know_each_other(package: str) -> None:
+    wrong = [
+        f"{file.relative_to(REPOSITORY)}:{line} imports {target}"
+        for file in PACKAGE.joinpath(package).glob("*.py")
+        for line, imported in imported_modules(file)
+        if (target := our_module(imported)) and target.partition(".")[0] in FORBIDDEN[package]
+    ]
     assert not wrong
 
 

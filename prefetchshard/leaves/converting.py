@@ -53,7 +53,7 @@ def is_numeric(dtype: np.dtype[Any]) -> bool:
 
 
 def is_a(value: Any, kind: Any) -> bool:
-    """`isinstance`, after which a type checker still takes the value for anything."""
+    """`isinstance` that leaves the value `Any` to a type checker, which would else narrow it to a type with unknown parameters."""
     return isinstance(value, kind)
 
 
@@ -114,7 +114,7 @@ def _python_int(leaf: int, path: str) -> AnyArray:
 
 
 def _is_torch(leaf: Any) -> bool:
-    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    torch = sys.modules.get("torch")  # imported by whoever made the tensor
     return torch is not None and isinstance(leaf, getattr(torch, "Tensor", ()))
 
 
@@ -149,7 +149,7 @@ def _torch_bits(tensor: Any) -> AnyArray | None:
 def check_example(path: str, row: int, got: AnyArray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Whether an example's leaf stacks with those of the others.
 
-    Which of them decided on the shape and dtype depends on the threads, so nothing is cast: whether it fits must not depend on that.
+    Nothing is cast: which example set the shape and dtype depends on the threads, and whether the others fit must not.
 
     Raises:
         BatchError: names leaf, row, and both shapes or dtypes.

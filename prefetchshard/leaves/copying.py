@@ -23,7 +23,7 @@ _IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic, jax
 
 
 def private_copy(value: Any, *, deep: bool = False) -> Any:
-    """The value with copies of all arrays, tensors and lists in it: whoever changes it, or what it came from, leaves the other alone.
+    """A copy of the value that shares no array, tensor, list or dict with it.
 
     Args:
         value: anything.
@@ -61,9 +61,9 @@ _BASE_ALONE = _base_references(np.empty(1)[:])  # held by one view, and by nobod
 
 
 def are_unshared(leaves: list[Any]) -> bool:
-    """Whether nothing but this list leads to the memory of these leaves, so that whoever made them cannot overwrite it.
+    """Whether this list holds the only references to the memory of these leaves, so that nobody else can overwrite it.
 
-    Told by CPython's counts of references; False where they do not tell.
+    Decided by CPython's reference counts; False on interpreters where these say nothing.
     """
     if not _counts_references:
         return False

@@ -1,4 +1,4 @@
-"""How values get into memory of another dtype without changing: 64 bits into 32, the padding into the dtype of its leaf."""
+"""Writing values into memory of another dtype without losing any: 64 bits into 32, the padding into the dtype of its leaf."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _store_integers(view: AnyArray, value: AnyArray, path: str, row: int | None)
 
 def _store_floats(view: AnyArray, value: AnyArray, path: str, row: int | None) -> None:
     try:
-        with np.errstate(over="raise", invalid="ignore", under="ignore"):  # the cast itself tells: no pass of its own
+        with np.errstate(over="raise", invalid="ignore", under="ignore"):  # the cast reports an overflow: no second pass over the values
             np.copyto(view, value, casting="unsafe")
     except FloatingPointError:
         raise _lost(view, value, _overflows(value, view.dtype), path, row) from None

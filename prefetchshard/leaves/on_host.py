@@ -18,8 +18,8 @@ from prefetchshard.leaves.copying import children_of
 def stack_on_host(values: list[Any], path: str, rows: int | None = None) -> Any:
     """NumPy arrays `(rows, ...)` over values that stay on the host.
 
-    Containers keep their form, each place in them becomes an array. Lists are values: they, text and other objects come in an array of
-    objects, so that nothing is cut to a common width.
+    Containers keep their form, with an array in each place. Lists are values. Lists, text and other objects are stacked in an array of
+    objects, so that no text is cut to a common width.
 
     Args:
         values: of the examples.

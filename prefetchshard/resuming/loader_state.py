@@ -1,6 +1,6 @@
-"""Where a run stands, as a value: to save, to check against a loader, and to go on from.
+"""Where a run stands, as a value: to save, to check against a loader, and to resume from.
 
-On the wire a state is `PFSt`, eight bytes of BLAKE2b over the rest, and one MessagePack array that begins with the version. Reading
+Encoded, a state is `PFSt`, eight bytes of BLAKE2b over the rest, and one MessagePack array that begins with the version. Reading
 runs no code from the file, and whatever the bytes are, the outcome is a state or a `StateError`.
 """
 
@@ -25,7 +25,7 @@ _HEAD_BYTES: Final = len(_MAGIC) + 8
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What fixes the order of rows; a state goes on only under the same.
+    """What fixes the order of rows. A state resumes only a loader with the same one.
 
     Args:
         seed: at most 256 bits.
@@ -59,7 +59,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LoaderState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far a consumer got, counted in what it was handed, whatever was read ahead.
+    """How far a consumer got. Only batches that it was handed count, not those that were read ahead.
 
     Args:
         version: of the state's format.

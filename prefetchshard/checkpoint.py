@@ -36,6 +36,12 @@ class PrefetchshardHandler(ocp.CheckpointHandler):
 
     Args:
         primary_host: the process that writes what is the same in all; None: each of them does, into folders of their own.
+
+    Example:
+        import orbax.checkpoint as ocp
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        handlers.add("input", PrefetchshardSave, PrefetchshardHandler(primary_host=0))
+        handlers.add("input", PrefetchshardRestore, PrefetchshardHandler(primary_host=0))
     """
 
     def __init__(self, primary_host: int | None = 0) -> None:
@@ -84,6 +90,10 @@ class PrefetchshardSave(ocp.args.CheckpointArgs):
 
     Raises:
         ConfigError: it is no `LoaderState`.
+
+    Example:
+        batches = iter(ps.Loader(np.zeros((64, 3), np.float32), batch_size=16))
+        args = PrefetchshardSave(batches.state())  # for `ocp.args.Composite(model=..., input=args)`
     """
 
     item: LoaderState
@@ -100,6 +110,9 @@ class PrefetchshardRestore(ocp.args.CheckpointArgs):
 
     Args:
         item: not used; Orbax passes it along.
+
+    Example:
+        args = PrefetchshardRestore()  # for `ocp.args.Composite(model=..., input=args)`
     """
 
     item: Any = None

@@ -23,7 +23,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
-from prefetchshard.leaves.converting import as_array, private_copy, stack_on_host
+from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.copying import private_copy
+from prefetchshard.leaves.on_host import pad_on_host, stack_on_host
 
 ROWS = 8
 X = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 2)
@@ -232,6 +234,43 @@ def test_what_fills_up_on_the_host() -> None:
 class Pair(NamedTuple):
     a: Any
     b: Any
+
+
+@pytest.mark.parametrize(
+    ("values", "fill"),
+    [
+        ([1, 2], 0),
+        (["a", "b"], ""),
+        ([Text("a"), Text("b")], Text()),
+        ([np.str_("a"), np.str_("b")], np.str_()),
+        ([b"a", b"b"], b""),
+        ([["a"], ["b", "c"]], None),
+        ([None, "a"], None),
+        ([np.array(["a", "bc"]), np.array(["d", "ef"])], ["", ""]),
+        ([np.array(["a", None], object), np.array(["d", 1], object)], [None, None]),
+        ([np.ma.masked_array([1, 2], [True, False]), np.ma.masked_array([3, 4])], [None, None]),
+        ([RECORDS[0], RECORDS[1]], (0, 0.0)),
+    ],
+    ids=repr,
+)
+def test_what_is_stacked_is_filled_up_later(values: list[Any], fill: Any) -> None:
+    stacked = stack_on_host(values, "x")
+    whole = pad_on_host(stacked, 4)
+    assert (type(whole), whole.dtype) == (type(stacked), stacked.dtype)
+    assert whole.tolist() == [*stacked.tolist(), fill, fill]
+    assert stacked.dtype != object or stacked.ndim > 1 or type(whole[-1]) is type(fill)
+    assert pad_on_host(whole, 4) is whole
+
+
+def test_containers_are_filled_up_place_by_place() -> None:
+    values = [{"a": i, "b": Pair("x", (None, 2.0)), "c": ()} for i in range(2)]
+    whole = pad_on_host(stack_on_host(values, "x"), 3)
+    assert list(whole) == ["a", "b", "c"]
+    assert whole["a"].tolist() == [0, 1, 0]
+    assert type(whole["b"]) is Pair
+    assert whole["b"].a.tolist() == ["x", "x", ""]
+    assert [part.tolist() for part in whole["b"].b] == [[None, None, None], [2.0, 2.0, 0.0]]
+    assert whole["c"] == ()
 
 
 def test_containers_on_the_host_keep_their_form(S: NamedSharding) -> None:

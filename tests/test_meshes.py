@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.jax_context import mesh_in_force
 from prefetchshard.sharding.meshes import (
     ProcessShard,
     axis_names,
     axis_size,
     check_spec,
     make_mesh,
-    mesh_in_force,
     process_data_shard,
     process_shard,
     row_slices,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.leaves.converting import as_array, canonical, store
+from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.narrowing import canonical, store
 
 ROWS = 16
 WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}

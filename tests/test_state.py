@@ -24,10 +24,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefetchshard.base.codec import pack_snapshot, unpack_snapshot
 from prefetchshard.base.errors import StateError
 from prefetchshard.base.position import StartPoint
 from prefetchshard.resuming import loader_state as state_module
-from prefetchshard.resuming.loader_state import Fingerprint, LoaderState, pack_snapshot, unpack_snapshot
+from prefetchshard.resuming.loader_state import Fingerprint, LoaderState
 
 Ext = msgspec.msgpack.Ext
 ARRAYS = Fingerprint(seed=7, shuffle=True, length=2**33, batch_size=10, remainder="drop", kind="arrays")
@@ -770,7 +771,8 @@ def test_load_says_which_file_is_damaged(tmp_path: Path) -> None:
 
 SAVE_FOR_EVER = """
 import itertools, sys
-from prefetchshard.resuming.loader_state import Fingerprint, LoaderState, pack_snapshot
+from prefetchshard.base.codec import pack_snapshot
+from prefetchshard.resuming.loader_state import Fingerprint, LoaderState
 base = Fingerprint(seed=0, shuffle=False, length=None, batch_size=None, remainder="drop", kind="iterator")
 snapshot = pack_snapshot(bytes(2_000_000))
 for step in itertools.count(1):

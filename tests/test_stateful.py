@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.resuming.loader_state import unpack_snapshot
+from prefetchshard.base.codec import unpack_snapshot
 from resumes import Again, Telling, TellingItself, batch_of, batches_of, broken_off, example, frozen, take, through_bytes
 
 

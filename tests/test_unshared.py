@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.leaves.converting import are_unshared
+from prefetchshard.leaves.copying import are_unshared
 from prefetchshard.reading.reading_plan import Part
 from prefetchshard.reading.writing import Writer
 from support import wait_until

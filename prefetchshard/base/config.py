@@ -16,6 +16,14 @@ Narrow: TypeAlias = Literal["check", "error", "allow"]
 
 
 class _Host(enum.Enum):
+    """As a sharding: this leaf (or everything below this place of the batch) stays on the host, untouched.
+
+    Example:
+        examples = [{"x": np.ones(2, np.float32), "name": f"row {i}"} for i in range(8)]
+        (batch,) = ps.Loader(examples, {"x": P("data"), "name": ps.HOST}, batch_size=8)
+        assert batch["name"][3] == "row 3"
+    """
+
     HOST = "HOST"
 
     def __repr__(self) -> str:
@@ -25,12 +33,17 @@ class _Host(enum.Enum):
 
 
 HOST: Final = _Host.HOST
-"""As a sharding: this leaf (or everything below this place of the batch) stays on the host, untouched."""
 HostType: TypeAlias = Literal[_Host.HOST]
 
 
 class PerDevice(msgspec.Struct, frozen=True):
-    """A batch size of `rows` times the number of devices along the batch axes of the sharding."""
+    """A batch size of `rows` times the number of devices along the batch axes of the sharding.
+
+    Example:
+        rows = np.zeros((64, 3), np.float32)
+        batch = next(iter(ps.Loader(rows, P("data"), batch_size=ps.PerDevice(4))))
+        assert batch.shape == (4 * jax.device_count(), 3)
+    """
 
     rows: int
 
@@ -45,6 +58,11 @@ class Pad(msgspec.Struct, frozen=True):
     Args:
         mask_key: the key of the boolean row mask in a mapping batch; a key that the batch has already is an error.
         value: what padding rows hold, in the dtype of each leaf, which must be able to hold it.
+
+    Example:
+        source = {"x": np.ones((12, 3), np.float32)}
+        *_, last = ps.Loader(source, P("data"), batch_size=8, remainder=ps.Pad(mask_key="valid"))
+        assert last["valid"].sum() == 4
     """
 
     mask_key: str = "mask"

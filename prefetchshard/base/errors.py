@@ -24,27 +24,56 @@ from __future__ import annotations
 
 
 class PrefetchError(Exception):
-    """The base of every error that this library raises by itself."""
+    """The base of every error that this library raises by itself.
+
+    Example:
+        try:
+            ps.Loader(np.zeros((64, 3)), batch_size=-1)
+        except ps.PrefetchError as error:
+            print(error)
+        raise ps.PrefetchError("every error below is one too")
+    """
 
 
 class ConfigError(PrefetchError, ValueError):
-    """The settings cannot work; the text names the argument, the value and the way out."""
+    """The settings cannot work; the text names the argument, the value and the way out.
+
+    Example:
+        ps.Loader(np.zeros((64, 3)), batch_size=-1)
+    """
 
 
 class SourceError(PrefetchError, RuntimeError):
-    """The source broke its contract, or raised what would be read as control flow; see `__cause__`."""
+    """The source broke its contract, or raised what would be read as control flow; see `__cause__`.
+
+    Example:
+        list(ps.prefetch([np.ones(8, np.float32)], P("data"), transform=lambda batch: None))
+    """
 
 
 class BatchError(PrefetchError, ValueError):
-    """Examples do not stack, or a batch is not what the first batch was."""
+    """Examples do not stack, or a batch is not what the first batch was.
+
+    Example:
+        rows = [np.ones(i, np.float32) for i in range(8)]
+        list(ps.Loader(rows, P("data"), batch_size=8))
+    """
 
 
 class PlacementError(PrefetchError, ValueError):
-    """A batch does not fit its sharding; the text names leaf, shape, spec, mesh and the way out."""
+    """A batch does not fit its sharding; the text names leaf, shape, spec, mesh and the way out.
+
+    Example:
+        list(ps.prefetch([np.ones((7, 3), np.float32)], P("data")))
+    """
 
 
 class LeafTypeError(PrefetchError, TypeError):
-    """A leaf that no device can hold (text, objects, dates, structured or masked arrays)."""
+    """A leaf that no device can hold (text, objects, dates, structured or masked arrays).
+
+    Example:
+        list(ps.prefetch([np.array(["text"] * 8)], P("data")))
+    """
 
     def __init__(self, path: str, what: str, advice: str | None = None) -> None:
         advice = advice or "keep it on the host (ps.HOST in its place of `sharding=`), encode it in `transform`, or leave it out"
@@ -56,22 +85,44 @@ class NarrowingError(PrefetchError, OverflowError):
 
     Attributes:
         row: of the batch; None where the leaf has no rows.
+
+    Example:
+        list(ps.prefetch([np.full(8, 2**40)], P("data")))
     """
 
     row: int | None = None
 
 
 class UsedUpError(PrefetchError, RuntimeError):
-    """A one-shot source was read before, or the loader was carried into another process."""
+    """A one-shot source was read before, or the loader was carried into another process.
+
+    Example:
+        loader = ps.Loader(iter([np.ones(8, np.float32)]), P("data"))
+        list(loader)
+        list(loader)
+    """
 
 
 class StateError(PrefetchError, ValueError):
-    """A state that is damaged, foreign, newer than this library, or does not fit this loader or its source."""
+    """A state that is damaged, foreign, newer than this library, or does not fit this loader or its source.
+
+    Example:
+        ps.LoaderState.decode(b"not a state")
+    """
 
 
 class PrefetchWarning(RuntimeWarning):
-    """Something to know that does not stop the run."""
+    """Something to know that does not stop the run.
+
+    Example:
+        import warnings
+        warnings.simplefilter("error", ps.PrefetchWarning)  # whatever the loader warns of is an error from here on
+        warnings.warn("what the loader would say", ps.PrefetchWarning)
+    """
 
 
 class StuckThreadWarning(PrefetchWarning):
-    """A thread sat in the source's own code when its run was closed, and was given up on."""
+    """A thread sat in the source's own code when its run was closed, and was given up on.
+
+    What to do: give the source's own waits a timeout, so that it comes back after its run was closed.
+    """

@@ -92,7 +92,7 @@ class JaxContext:
         return hash((self._values, self.mesh))
 
     def set_aside(self) -> AbstractContextManager[Any]:
-        """For work of our own in a thread where they are in force: what the caller wants of his functions is not wanted of ours."""
+        """A context for jitted functions of our own: settings that the caller made for his functions, such as NaN checks, are off in it."""
         if not self.sets_aside:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()

@@ -18,7 +18,7 @@ from prefetchshard.base.jax_context import JaxContext, x64_enabled
 from prefetchshard.base.limits import Limits, within_bytes
 from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.base.specs import LeafSpec
-from prefetchshard.leaves.converting import private_copy
+from prefetchshard.leaves.copying import private_copy
 from prefetchshard.measuring.stats import Meters
 from prefetchshard.on_device.store import DeviceRows, RowNumberPlanner
 from prefetchshard.ordering.epoch_order import EpochOrder

@@ -1,4 +1,4 @@
-"""Leaves that are on devices already."""
+"""Leaves that are jax.Arrays: what they are, and their bits in a form that no transfer changes."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 import jax
 import numpy as np
 
-_jax: Any = jax
+from prefetchshard.base.jax_types import finfo, is_subdtype
 
 
 def is_jax_array(leaf: Any) -> bool:
-    """Whether a leaf is on devices already, typed PRNG keys included."""
+    """Whether a leaf is a jax.Array; typed PRNG keys are."""
     return isinstance(leaf, jax.Array)
 
 
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed PRNG keys, which NumPy cannot hold."""
-    return is_jax_array(leaf) and _jax.dtypes.issubdtype(leaf.dtype, _jax.dtypes.prng_key)
+    return is_jax_array(leaf) and is_subdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Whether the CPU backend moves numbers of this type by way of larger ones, which changes the bits of what is not a number."""
-    return bool(_jax.dtypes.issubdtype(dtype, np.floating)) and _jax.numpy.finfo(dtype).bits in (8, 16)
+    """Whether it is a float of 8 or 16 bits: the CPU backend moves these by way of float32, which changes the bits of NaNs."""
+    return is_subdtype(dtype, np.floating) and finfo(dtype).bits in (8, 16)
 
 
 def to_movable(array: Any) -> Any:
-    """An array, small floats as the integers of the same bits."""
+    """The array; where it holds small floats, its bits as integers."""
     if not is_small_float(array.dtype):
         return array
-    return _jax.lax.bitcast_convert_type(array, np.uint8 if array.dtype.itemsize == 1 else np.uint16)
+    return jax.lax.bitcast_convert_type(array, np.uint8 if array.dtype.itemsize == 1 else np.uint16)
 
 
 def from_movable(array: Any, dtype: Any) -> Any:
-    """What `to_movable` was given, from what it gave."""
-    return _jax.lax.bitcast_convert_type(array, dtype) if is_small_float(dtype) else array
+    """The array of `dtype` that `to_movable` was given."""
+    return jax.lax.bitcast_convert_type(array, dtype) if is_small_float(dtype) else array

@@ -33,6 +33,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         host: the queue of host batches; its `backpressure_seconds` are the readers' waits for the transfer or the consumer.
         ready: the queue of ready batches; its `backpressure_seconds` are the transfer's waits for the consumer.
         staging: the ring.
+
+    Example:
+        loader = ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16)
+        list(loader)
+        print(f"{loader.stats().stall_share:.0%} of the time waiting for input")
     """
 
     batches: int

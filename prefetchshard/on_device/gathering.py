@@ -17,13 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from prefetchshard.base.jax_types import as_jax_array, jit, psum, psum_scatter, reshape, zeros_like
 from prefetchshard.leaves.on_devices import from_movable, is_small_float, to_movable
 from prefetchshard.planning.plan import MASK, Plan
 from prefetchshard.sharding.leaf_sharding import replicated_like
 from prefetchshard.sharding.meshes import axis_names, is_on_cpu, mesh_of, row_split
-
-_jax: Any = jax
-_jnp: Any = jnp
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALL = ("int2", "uint2", "int4", "uint4")
@@ -52,16 +50,16 @@ class Gather:
         parts = [_Part(plan, n, None if plan.put_order[n] == MASK else stored[plan.put_order[n]]) for n in members]
         body = partial(_gather_parts, parts, plan.microbatches)
         if isinstance(self.numbers_at, NamedSharding):
-            body = _jax.shard_map(
+            body = jax.shard_map(
                 body,
                 mesh=mesh_of(self.numbers_at),
                 in_specs=(PartitionSpec(), *[_spec(stored[index]) for index in self._leaves]),
                 out_specs=[_spec(sharding) for sharding in shardings],
                 check_vma=False,
             )
-        self._run: Callable[..., list[Any]] = _jax.jit(body, out_shardings=shardings)
+        self._run: Callable[..., list[Any]] = jit(body, out_shardings=shardings)
         self._types = [part.type_after for part in parts]
-        self._typed: Callable[[list[Any]], list[Any]] = _jax.jit(self._in_types, out_shardings=shardings)
+        self._typed: Callable[[list[Any]], list[Any]] = jit(self._in_types, out_shardings=shardings)
 
     def __call__(self, numbers: Any, stores: Sequence[Any]) -> list[Any]:
         arrays = self._run(numbers, *(stores[index] for index in self._leaves))
@@ -124,13 +122,13 @@ class _Part:
 
     def rows(self, numbers: Any, array: Any) -> Any:
         """The rows of this device."""
-        padding = None if self._padding is None else to_movable(_jnp.asarray(self._padding))
+        padding = None if self._padding is None else to_movable(as_jax_array(self._padding))
         rows = self._rows(numbers, to_movable(array), padding)
         return rows if self.type_after is not None else from_movable(rows, array.dtype)
 
     def _rows(self, numbers: Any, array: Any, padding: Any) -> Any:
         mine = _own_piece(numbers, self._rows_axis, self._row_names)
-        rows = self._collected(numbers, array) if self._store_names else _jnp.take(array, _jnp.maximum(mine, 0), axis=0, mode="clip")
+        rows = self._collected(numbers, array) if self._store_names else jnp.take(array, jnp.maximum(mine, 0), axis=0, mode="clip")
         for axis, entry in enumerate(self._example_entries):
             names = axis_names(entry)
             if names and (axis >= len(self._held) or not self._held[axis]):
@@ -143,14 +141,14 @@ class _Part:
         """Rows that are spread over the devices: each gives the bits of those that it has, and zeros for the others."""
         names, axis = self._store_names, self._rows_axis
         count = array.shape[0]
-        there = numbers - _jax.lax.axis_index(names) * count
+        there = numbers - jax.lax.axis_index(names) * count
         has = (there >= 0) & (there < count)
-        bits = to_bits(_jnp.take(array, _jnp.clip(there, 0, count - 1), axis=0, mode="clip"))
-        bits = _where(has, bits, _jnp.zeros_like(bits))
+        bits = to_bits(jnp.take(array, jnp.clip(there, 0, count - 1), axis=0, mode="clip"))
+        bits = _where(has, bits, zeros_like(bits))
         if names == self._row_names:
-            bits = _jax.lax.psum_scatter(bits, names, scatter_dimension=axis, tiled=True)
+            bits = psum_scatter(bits, names, scatter_dimension=axis, tiled=True)
         else:
-            bits = _own_piece(_jax.lax.psum(bits, names), axis, self._row_names)
+            bits = _own_piece(psum(bits, names), axis, self._row_names)
         return from_bits(bits, array.dtype)
 
 
@@ -160,31 +158,31 @@ def _entries(sharding: Any) -> tuple[Any, ...]:
 
 def _gather_parts(parts: list[_Part], microbatches: int | None, numbers: Any, *arrays: Any) -> list[Any]:
     if microbatches is not None:
-        numbers = _jnp.reshape(numbers, (microbatches, -1))
+        numbers = reshape(numbers, (microbatches, -1))
     left = iter(arrays)
     return [part.mask(numbers) if part.is_mask else part.rows(numbers, next(left)) for part in parts]
 
 
 def _where(rows: Any, array: Any, other: Any) -> Any:
-    return _jnp.where(_jnp.reshape(rows, (*rows.shape, *[1] * (array.ndim - rows.ndim))), array, other)
+    return jnp.where(reshape(rows, (*rows.shape, *[1] * (array.ndim - rows.ndim))), array, other)
 
 
 def _own_piece(whole: Any, axis: int, names: tuple[Any, ...]) -> Any:
     """The piece of this device where an axis is split over these mesh axes."""
     if not names:
         return whole
-    size = whole.shape[axis] // math.prod(_jax.lax.axis_size(name) for name in names)
-    return _jax.lax.dynamic_slice_in_dim(whole, _jax.lax.axis_index(names) * size, size, axis)
+    size = whole.shape[axis] // math.prod(jax.lax.axis_size(name) for name in names)
+    return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(names) * size, size, axis)
 
 
 def to_bits(array: Any) -> Any:
     """Its bits as unsigned integers that can be summed on every backend."""
     dtype = array.dtype
     if dtype.kind == "c":
-        return to_bits(_jnp.stack([_jnp.real(array), _jnp.imag(array)], axis=-1))
+        return to_bits(jnp.stack([jnp.real(array), jnp.imag(array)], axis=-1))
     if dtype.kind == "b" or dtype.name in _SMALL:
         return array.astype(np.int8 if dtype.name.startswith("int") else np.uint8)
-    bits = _jax.lax.bitcast_convert_type(array, _BITS[dtype.itemsize])
+    bits = jax.lax.bitcast_convert_type(array, _BITS[dtype.itemsize])
     return bits.astype(np.uint32) if dtype.itemsize == 2 else bits
 
 
@@ -192,7 +190,7 @@ def from_bits(bits: Any, dtype: np.dtype[Any]) -> Any:
     """The array of which these are the bits."""
     if dtype.kind == "c":
         parts = from_bits(bits, np.dtype(np.float32 if dtype.itemsize == 8 else np.float64))
-        return _jax.lax.complex(parts[..., 0], parts[..., 1])
+        return jax.lax.complex(parts[..., 0], parts[..., 1])
     if dtype.kind == "b" or dtype.name in _SMALL:
         return bits.astype(dtype)
-    return _jax.lax.bitcast_convert_type(bits.astype(_BITS[dtype.itemsize]), dtype)
+    return jax.lax.bitcast_convert_type(bits.astype(_BITS[dtype.itemsize]), dtype)

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from prefetchshard.base.config import HOST, Narrow
 from prefetchshard.base.errors import ConfigError, NarrowingError
+from prefetchshard.base.jax_types import block_until_ready, device_put, make_array_from_callback, zeros
 from prefetchshard.base.memory import AnyArray
-from prefetchshard.leaves.converting import store
+from prefetchshard.leaves.narrowing import store
 from prefetchshard.on_device.gathering import gathers_of
 from prefetchshard.placing.transfer import explicit
 from prefetchshard.planning.plan import Leaf, Plan
@@ -30,9 +31,6 @@ from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.device_arrays import DeviceArrays
 from prefetchshard.staging.aliased import aligned_bytes, nbytes_of
-
-_jax: Any = jax
-_jnp: Any = jnp
 
 PADDING = -1
 """The number of a row that is padding."""
@@ -109,7 +107,7 @@ class DeviceRows:
         if not self._stores:
             with explicit():
                 stores = [place.put(leaf, narrow) for place, leaf in zip(self._places, self._source.given, strict=True)]
-            self._stores = _jax.block_until_ready(stores)
+            self._stores = block_until_ready(stores)
 
     def __call__(self, numbers: Sequence[Any]) -> list[Any]:
         """Dispatch the gather of a batch.
@@ -182,8 +180,8 @@ class _Place:
                 )
             more = self.shape[0] - leaf.shape[0]
             if more:
-                leaf = _jnp.concatenate([leaf, _jnp.zeros((more, *leaf.shape[1:]), leaf.dtype)])
-            return _jax.device_put(leaf, self.sharding)
+                leaf = jnp.concatenate([leaf, zeros((more, *leaf.shape[1:]), leaf.dtype)])
+            return device_put(leaf, self.sharding)
         pieces: dict[Any, AnyArray] = {}  # devices that hold the same rows share the copy on the host
 
         def piece(index: tuple[slice, ...]) -> AnyArray:
@@ -192,7 +190,7 @@ class _Place:
                 pieces[key] = self._piece(leaf, index, narrow)
             return pieces[key]
 
-        return _jax.make_array_from_callback(self.shape, self.sharding, piece)
+        return make_array_from_callback(self.shape, self.sharding, piece)
 
     def _piece(self, leaf: AnyArray, index: tuple[slice, ...], narrow: Narrow) -> AnyArray:
         """A part of the array in memory of its own, which the CPU backend may keep."""
@@ -239,7 +237,7 @@ def _store_shardings(source: DeviceArrays, plan: Plan) -> list[Any]:
 
 def _is_bare(sharding: Any) -> bool:
     """Whether it names axes alone, and no mesh."""
-    rules: list[Any] = _jax.tree.leaves(sharding, is_leaf=lambda node: isinstance(node, PartitionSpec))  # pyright: ignore[reportUnknownLambdaType]
+    rules: list[Any] = jax.tree.leaves(sharding, is_leaf=lambda node: isinstance(node, PartitionSpec))  # pyright: ignore[reportUnknownLambdaType]
     return all(isinstance(rule, PartitionSpec) for rule in rules)
 
 
@@ -248,7 +246,7 @@ def _rules_of(sharding: Any, batches: Sequence[Any]) -> ShardingRules:
     meshes = {mesh_of(one) for one in batches if isinstance(one, NamedSharding)}
     if len(meshes) != 1:
         return resolve(sharding)
-    with _jax.set_mesh(next(iter(meshes))):
+    with jax.set_mesh(next(iter(meshes))):
         return resolve(sharding)
 
 

@@ -209,10 +209,6 @@ class EpochOrder:
         left = self._left(rows_done)
         return left // self.batch_size if self.drop else -(-left // self.batch_size)
 
-    def used(self) -> int:
-        """Rows of a whole epoch that reach the consumer."""
-        return self.length - self.length % self.batch_size if self.drop else self.length
-
     def span(self, rows_done: int) -> tuple[int, int] | None:
         """Positions `[start, stop)` of the batch that follows `rows_done` rows; None at the epoch's end.
 

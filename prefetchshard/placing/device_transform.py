@@ -12,9 +12,8 @@ import numpy as np
 
 from prefetchshard.base.errors import SourceError
 from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.base.jax_types import TreeDef, is_subdtype, jit, tree_flatten
 from prefetchshard.base.signatures import takes_parameter
-
-_jax: Any = jax
 
 
 @jax.tree_util.register_pytree_node_class
@@ -77,43 +76,43 @@ class DeviceTransform:
             on_host: those leaves.
             step: the step as a uint32 array on the devices of the batch, where a key is wanted.
         """
-        leaves, tree = _jax.tree.flatten(batch)
+        leaves, tree = tree_flatten(batch)
         signature = (self._context, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         run = self._compiled.get(signature)
         if run is None:
             run = self._compiled[signature] = self._jit(tree, leaves, step)
         result = run(step, *leaves)
         if on_host:
-            result = _jax.tree.map(partial(_put_back, on_host), result, is_leaf=_is_stand_in)
+            result = jax.tree.map(partial(_put_back, on_host), result, is_leaf=_is_stand_in)
         return result
 
-    def _jit(self, tree: Any, leaves: list[Any], step: Any) -> Callable[..., Any]:
+    def _jit(self, tree: TreeDef, leaves: list[Any], step: Any) -> Callable[..., Any]:
         def run(step: Any, *leaves: Any) -> Any:
-            batch = _jax.tree.unflatten(tree, leaves)
-            keys = {"key": _jax.random.fold_in(_key(self._seed), step)} if self.wants_key else {}
+            batch = tree.unflatten(leaves)
+            keys = {"key": jax.random.fold_in(_key(self._seed), step)} if self.wants_key else {}
             result = self._function(batch, **keys)
             if result is None:
                 raise SourceError("device_transform returned None; it must return the batch")
             return result
 
         # Traced here, and not a second time when it is called. Its leaves alone: containers may refuse what stands in for arrays.
-        outputs = [(out.shape, out.dtype) for out in _jax.jit(run).trace(step, *leaves).jaxpr.out_avals]
+        outputs = [(out.shape, out.dtype) for out in jit(run).trace(step, *leaves).jaxpr.out_avals]
         donated: list[int] = []
         # Over several devices it runs in the consumer's thread: what Ctrl-C cut off there is run once more, on the same arrays
         alone = all(len(leaf.sharding.device_set) == 1 for leaf in leaves)
         for i, leaf in enumerate(leaves if alone else ()):
             kind = (leaf.shape, leaf.dtype)
-            if kind in outputs and not _jax.dtypes.issubdtype(leaf.dtype, _jax.dtypes.prng_key):
+            if kind in outputs and not is_subdtype(leaf.dtype, jax.dtypes.prng_key):
                 outputs.remove(kind)
                 donated.append(i + 1)
-        return _jax.jit(run, donate_argnums=tuple(donated))
+        return jit(run, donate_argnums=tuple(donated))
 
 
 def _key(seed: int) -> Any:
     """The key of a seed of any size: JAX itself leaves out all but 32 bits while x64 is off."""
-    key = _jax.random.key(seed & 0xFFFFFFFF)
+    key = jax.random.key(seed & 0xFFFFFFFF)
     while seed := seed >> 32:
-        key = _jax.random.fold_in(key, seed & 0xFFFFFFFF)
+        key = jax.random.fold_in(key, seed & 0xFFFFFFFF)
     return key
 
 

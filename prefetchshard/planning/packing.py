@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from prefetchshard.base.jax_types import jit, reshape, with_sharding_constraint
 from prefetchshard.sharding.leaf_sharding import replicated_like
 from prefetchshard.sharding.meshes import devices_of
 from prefetchshard.staging.aliased import Layout
-
-_jax: Any = jax
-_jnp: Any = jnp
 
 LEAST_LEAVES = {"gpu": 8, "tpu": 8}
 """From so many small leaves on it pays, by platform. Not on the CPU backend, where a transfer is no more than a few references and
@@ -46,9 +43,9 @@ class Packing:
 
         def unpack(slab: Any) -> list[Any]:
             # Whole on every device until the end: else XLA carries the split back to the slab, and the devices exchange pieces of it
-            return [_jax.lax.with_sharding_constraint(_cut(slab, *cut), self.sharding) for cut in cuts]
+            return [with_sharding_constraint(_cut(slab, *cut), self.sharding) for cut in cuts]
 
-        self.unpack = _jax.jit(unpack, out_shardings=[shardings[n] for n in self.places])
+        self.unpack = jit(unpack, out_shardings=[shardings[n] for n in self.places])
 
 
 def find_packing(layout: Layout, shapes: Sequence[Any], shardings: Sequence[Any]) -> Packing | None:
@@ -90,17 +87,17 @@ def _is_packable(dtype: np.dtype[Any]) -> bool:
 
 
 def _cut(slab: Any, start: int, size: int, dtype: np.dtype[Any], shape: Any) -> Any:
-    raw = _jax.lax.slice(slab, (start,), (start + size,))
+    raw = jax.lax.slice(slab, (start,), (start + size,))
     if dtype.kind == "b":
-        return _jnp.reshape(raw, shape) != 0
+        return reshape(raw, shape) != 0
     if dtype.kind == "c":
         half = np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)
         parts = _cut(slab, start, size, half, (*shape, 2))
-        return _jax.lax.complex(parts[..., 0], parts[..., 1])
+        return jax.lax.complex(parts[..., 0], parts[..., 1])
     if dtype.name == "uint4":
-        return _jnp.reshape(raw, shape).astype(dtype)
+        return reshape(raw, shape).astype(dtype)
     if dtype.name == "int4":
-        return _jax.lax.bitcast_convert_type(_jnp.reshape(raw, shape), np.int8).astype(dtype)
+        return jax.lax.bitcast_convert_type(reshape(raw, shape), np.int8).astype(dtype)
     if dtype.itemsize == 1:
-        return _jax.lax.bitcast_convert_type(_jnp.reshape(raw, shape), dtype)
-    return _jax.lax.bitcast_convert_type(_jnp.reshape(raw, (*shape, dtype.itemsize)), dtype)
+        return jax.lax.bitcast_convert_type(reshape(raw, shape), dtype)
+    return jax.lax.bitcast_convert_type(reshape(raw, (*shape, dtype.itemsize)), dtype)

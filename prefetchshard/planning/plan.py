@@ -20,7 +20,7 @@ from prefetchshard.base.config import HOST, Pad
 from prefetchshard.base.errors import ConfigError, LeafTypeError, NarrowingError
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.base.specs import LeafSpec
-from prefetchshard.leaves.converting import narrows
+from prefetchshard.leaves.narrowing import narrows
 from prefetchshard.planning.packing import find_packing
 from prefetchshard.sharding.batch_tree import BatchTree
 from prefetchshard.sharding.leaf_sharding import rows_like, with_leading_axis

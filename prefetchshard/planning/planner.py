@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from prefetchshard.base.config import HOST, Narrow, Pad
 from prefetchshard.base.errors import BatchError, LeafTypeError, NarrowingError, PlacementError
 from prefetchshard.base.memory import AnyArray
-from prefetchshard.leaves.converting import as_array, canonical, narrows, pad_value, refuse_narrowing
+from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.narrowing import canonical, narrows, pad_value, refuse_narrowing
 from prefetchshard.leaves.on_devices import is_jax_array, is_key
 from prefetchshard.planning.plan import OBJECT, DType, HostPlan, Kind, Leaf, Plan, Refusal, Shape
 from prefetchshard.sharding.batch_tree import BatchTree

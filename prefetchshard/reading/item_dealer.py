@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from prefetchshard.base.waiters import Waiters
-from prefetchshard.leaves.converting import are_unshared, private_copy
+from prefetchshard.leaves.copying import are_unshared, private_copy
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan, cpu_count

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.base.memory import AnyArray, Memory
-from prefetchshard.leaves.converting import blank
+from prefetchshard.leaves.on_host import blank
 from prefetchshard.planning.host_batch import HostBatch, ReadFailure, SourceMark
 from prefetchshard.planning.plan import HostPlan, Kind
 from prefetchshard.reading.reading_plan import HostTicket

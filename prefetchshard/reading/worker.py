@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.base.errors import NarrowingError
-from prefetchshard.leaves.converting import private_copy
+from prefetchshard.leaves.copying import private_copy
 from prefetchshard.planning.plan import HostPlan
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan

@@ -10,7 +10,9 @@ import numpy as np
 from prefetchshard.base.config import Narrow
 from prefetchshard.base.errors import BatchError
 from prefetchshard.base.memory import AnyArray
-from prefetchshard.leaves.converting import as_array, check_example, check_key, stack_on_host, store
+from prefetchshard.leaves.converting import as_array, check_example, check_key
+from prefetchshard.leaves.narrowing import store
+from prefetchshard.leaves.on_host import stack_on_host
 from prefetchshard.planning.plan import HostPlan, Kind, Leaf
 from prefetchshard.planning.planner import Planner
 from prefetchshard.reading.open_batch import OpenBatch

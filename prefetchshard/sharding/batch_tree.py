@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from prefetchshard.base.errors import PlacementError
+from prefetchshard.base.jax_types import TreeDef, tree_flatten_with_path, tree_structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_tree: Any = jax.tree_util  # JAX types trees only in part
 
-LEAF: Any = _tree.tree_structure(0)
+LEAF = tree_structure(0)
 """The structure of what is one leaf; also of a part of a batch that stays on the host, whatever it is."""
 
 
@@ -34,17 +33,13 @@ class BatchTree:
     __slots__ = ("_prefix", "_trees", "named", "paths", "rules")
 
     def __init__(
-        self, prefix: Any, trees: tuple[Any, ...], *, paths: tuple[str, ...], named: tuple[bool, ...], rules: tuple[int, ...]
+        self, prefix: TreeDef, trees: tuple[TreeDef, ...], *, paths: tuple[str, ...], named: tuple[bool, ...], rules: tuple[int, ...]
     ) -> None:
         self._prefix = prefix
         self._trees = trees
         self.paths = paths
         self.named = named
         self.rules = rules
-
-    def has(self, trees: tuple[Any, ...]) -> bool:
-        """Whether a batch with these structures below the places of the rules is put together like this."""
-        return self._trees == trees
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The batch over other leaves, in the order of `paths`."""
@@ -73,7 +68,7 @@ class BatchTree:
 
 def leaf_paths(node: Any, above: tuple[Any, ...] = ()) -> list[str]:
     """The path of each leaf of a tree that lies below the given keys."""
-    return [path_text((*above, *keys)) for keys, _ in _tree.tree_flatten_with_path(node)[0]]
+    return [path_text((*above, *keys)) for keys, _ in tree_flatten_with_path(node)[0]]
 
 
 def in_brackets(paths: Sequence[str]) -> str:
@@ -125,12 +120,12 @@ def _differences(rules: Any, batch: Any, is_rule: Callable[[Any], bool], path: t
         yield f"the {type(batch).__name__}{where or ' itself'} differs in what it holds beside its leaves"
 
 
-def _one_level(node: Any) -> Any:
-    return _tree.tree_structure(node, is_leaf=_is_not(node))
+def _one_level(node: Any) -> TreeDef:
+    return tree_structure(node, is_leaf=_is_not(node))
 
 
 def _children(node: Any) -> dict[tuple[Any, ...], Any]:
-    return dict(_tree.tree_flatten_with_path(node, is_leaf=_is_not(node))[0])
+    return dict(tree_flatten_with_path(node, is_leaf=_is_not(node))[0])
 
 
 def _is_not(node: Any) -> Callable[[Any], bool]:

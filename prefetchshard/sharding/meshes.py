@@ -6,15 +6,16 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.jax_types import Device, Index, OnDevices, process_index
+from prefetchshard.base.jax_types import devices as all_devices
+from prefetchshard.base.jax_types import make_mesh as make_device_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_jax: Any = jax  # JAX leaves devices, and what is made of them, without a type
 
 RowSlice = tuple[int, int]
 """Rows `start` up to, not including, `stop`."""
@@ -36,10 +37,14 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices, two are -1, one is zero, or there is none.
+
+    Example:
+        mesh = ps.make_mesh({"data": -1, "model": 2})
+        assert mesh.shape["data"] == jax.device_count() // 2
     """
-    chosen: list[Any] = list(_jax.devices() if devices is None else devices)
+    chosen: list[Device] = list(all_devices() if devices is None else devices)
     sizes = _whole_sizes(axes, len(chosen))
-    return _jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=chosen)
+    return make_device_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=chosen)
 
 
 def _whole_sizes(axes: Mapping[str, int], devices: int) -> dict[str, int]:
@@ -62,12 +67,6 @@ def _check_axes(axes: Mapping[str, int], devices: int) -> None:
         raise ConfigError(f"make_mesh({dict(axes)}): only one axis may be -1")
     if not devices:
         raise ConfigError(f"make_mesh({dict(axes)}): the list of devices is empty")
-
-
-def mesh_in_force() -> Mesh | None:
-    """The mesh of `jax.set_mesh` in this thread, if there is one."""
-    mesh: Mesh = _jax.sharding.get_mesh()
-    return None if mesh.empty else mesh
 
 
 def axis_names(entry: Any) -> tuple[Any, ...]:
@@ -152,13 +151,17 @@ def process_data_shard(mesh: Mesh, spec: PartitionSpec) -> ProcessShard:
 
     Raises:
         ConfigError: this process has no device in the mesh, or processes share a part of their rows.
+
+    Example:
+        shard = ps.process_data_shard(ps.make_mesh({"data": -1}), P("data"))
+        rows = np.arange(64)[shard.index :: shard.count]  # what this process reads
     """
     check_spec(spec, mesh)
     shape = tuple(axis_size(mesh, entry) for entry in tuple(spec)) or (1,)
     pieces: dict[int, set[int]] = {}
     for device, index in index_map(NamedSharding(mesh, spec), shape).items():
         pieces.setdefault(device.process_index, set()).add(index[0].start or 0)
-    return process_shard({process: frozenset(held) for process, held in pieces.items()}, _jax.process_index())
+    return process_shard({process: frozenset(held) for process, held in pieces.items()}, process_index())
 
 
 def process_shard(pieces: Mapping[int, frozenset[int]], process: int) -> ProcessShard:
@@ -195,22 +198,22 @@ def sharding_text(sharding: Sharding) -> str:
     return str(sharding)
 
 
-def devices_of(sharding: Any) -> list[Any]:
+def devices_of(sharding: OnDevices) -> list[Device]:
     """The devices that hold a part, of all processes, by id."""
     return sorted(sharding.device_set, key=lambda device: device.id)
 
 
-def is_on_cpu(sharding: Any) -> bool:
+def is_on_cpu(sharding: OnDevices) -> bool:
     """Whether the devices are those of the CPU backend."""
     return next(iter(sharding.device_set)).platform == "cpu"
 
 
-def index_map(sharding: Any, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
+def index_map(sharding: OnDevices, shape: tuple[int, ...]) -> Mapping[Device, Index]:
     """The part of an array that each device holds."""
     return sharding.devices_indices_map(shape)
 
 
-def _addressable(sharding: Any, shape: tuple[int, ...]) -> dict[Any, tuple[slice, ...]]:
+def _addressable(sharding: Any, shape: tuple[int, ...]) -> Mapping[Device, Index]:
     return sharding.addressable_devices_indices_map(shape)
 
 

@@ -6,18 +6,27 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from prefetchshard.base.config import HOST, HostType
 from prefetchshard.base.errors import ConfigError, PlacementError
+from prefetchshard.base.jax_context import mesh_in_force
+from prefetchshard.base.jax_types import (
+    Device,
+    TreeDef,
+    config,
+    devices,
+    local_devices,
+    process_index,
+    tree_flatten,
+    tree_flatten_with_path,
+)
 from prefetchshard.sharding.batch_tree import LEAF, BatchTree, leaf_paths, mismatch, path_text
 from prefetchshard.sharding.leaf_sharding import fit, replicated_like
 from prefetchshard.sharding.meshes import (
     check_spec,
     devices_of,
-    mesh_in_force,
     mesh_of,
     mesh_text,
     row_split,
@@ -33,7 +42,6 @@ Shape = tuple[int, ...]
 Placed: TypeAlias = "Sharding | HostType"
 Rule: TypeAlias = "Placed | Callable[[str, Shape, Any], Any]"
 
-_jax: Any = jax  # JAX leaves devices, and what is made of them, without a type
 
 FORMS = (
     "a Sharding, a 1-D Mesh, a PartitionSpec, None, ps.HOST, a callable (path, shape, dtype) -> one of these, or a pytree prefix of these"
@@ -47,7 +55,7 @@ class ShardingRules:
     """
 
     def __init__(
-        self, prefix: Any, rules: Sequence[Rule], *, keys: Sequence[tuple[Any, ...]], is_default: bool, scope: _Scope, tree: Any
+        self, prefix: TreeDef, rules: Sequence[Rule], *, keys: Sequence[tuple[Any, ...]], is_default: bool, scope: _Scope, tree: Any
     ) -> None:
         self._prefix = prefix
         self._rules = tuple(rules)
@@ -56,7 +64,7 @@ class ShardingRules:
         self._scope = scope
         self._tree = tree
         self._one = prefix == LEAF
-        self._seen: tuple[tuple[Any, ...], BatchTree] | None = None
+        self._seen: tuple[tuple[TreeDef, ...], BatchTree] | None = None
 
     def flatten(self, batch: Any) -> tuple[list[Any], BatchTree]:
         """The leaves of a batch and how it is put together. A part that stays on the host is one leaf, whatever it holds.
@@ -79,9 +87,9 @@ class ShardingRules:
         trees = tuple([_flatten(part)[1] for part in self._places(batch)])
         return self._structure(batch, trees, opens_host=True)
 
-    def _flatten_places(self, batch: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    def _flatten_places(self, batch: Any) -> tuple[list[Any], tuple[TreeDef, ...]]:
         leaves: list[Any] = []
-        trees: list[Any] = []
+        trees: list[TreeDef] = []
         for rule, part in zip(self._rules, self._places(batch), strict=True):
             if rule is HOST or type(part) is np.ndarray:
                 leaves.append(part)
@@ -99,7 +107,7 @@ class ShardingRules:
             difference = mismatch(self._tree, batch, _is_rule)
             raise difference or PlacementError(f"sharding is no prefix of the batch: {error}") from error
 
-    def _structure(self, batch: Any, trees: tuple[Any, ...], *, opens_host: bool = False) -> BatchTree:
+    def _structure(self, batch: Any, trees: tuple[TreeDef, ...], *, opens_host: bool = False) -> BatchTree:
         paths: list[str] = []
         named: list[bool] = []
         rules: list[int] = []
@@ -140,12 +148,12 @@ class ShardingRules:
         """Whether each leaf stays on the host by a rule that is known without looking at it."""
         return tuple([self._rules[i] is HOST for i in structure.rules])
 
-    def device(self) -> Any:
+    def device(self) -> Device:
         """One of the devices that the rules speak of; the default one where a callable decides."""
         for rule in self._rules:
             if isinstance(rule, Sharding):
-                return next((d for d in devices_of(rule) if d.process_index == _jax.process_index()), devices_of(rule)[0])
-        return _jax.local_devices()[0]
+                return next((d for d in devices_of(rule) if d.process_index == process_index()), devices_of(rule)[0])
+        return local_devices()[0]
 
     def batch_split(self) -> int | None:
         """In how many pieces the rules cut axis 0; None where a callable decides.
@@ -193,9 +201,9 @@ class _Scope(NamedTuple):
         return NamedSharding(_mesh_over_all("data") if self.in_force is None else self.in_force, PartitionSpec())
 
     def default(self) -> Sharding:
-        device: Any = _jax.config.jax_default_device
+        device = config.jax_default_device
         if device is not None:
-            return SingleDeviceSharding(_jax.local_devices(backend=device)[0] if isinstance(device, str) else device)
+            return SingleDeviceSharding(local_devices(backend=device)[0] if isinstance(device, str) else device)
         mesh = _mesh_over_all("data") if self.in_force is None else self.in_force
         axes: Any = mesh.axis_names
         return NamedSharding(mesh, PartitionSpec(axes if len(axes) > 1 else axes[0]))
@@ -230,7 +238,7 @@ def resolve(sharding: Any) -> ShardingRules:
     if sharding is None:
         scope = _Scope(in_force, None)
         return ShardingRules(LEAF, [scope.default()], keys=[()], is_default=True, scope=scope, tree=None)
-    found, prefix = _jax.tree_util.tree_flatten_with_path(sharding, is_leaf=_is_rule)
+    found, prefix = tree_flatten_with_path(sharding, is_leaf=_is_rule)
     if not found:
         raise ConfigError(f"sharding={sharding!r} holds no rule: pass {FORMS}")
     alone = _Scope(in_force, None)
@@ -277,12 +285,12 @@ def _hint(rule: Any) -> str:
 
 
 def _mesh_over_all(axis: Any) -> Mesh:
-    return Mesh(np.array(_jax.devices()), (axis,))
+    return Mesh(np.array(devices()), (axis,))
 
 
-def _flatten(part: Any) -> tuple[list[Any], Any]:
+def _flatten(part: Any) -> tuple[list[Any], TreeDef]:
     try:
-        return _jax.tree_util.tree_flatten(part)
+        return tree_flatten(part)
     except (ValueError, TypeError) as error:
         raise PlacementError(f"JAX cannot take the batch apart: {_unsortable(part) or error}") from error
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from prefetchshard.base.config import Narrow
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.jax_types import tree_flatten_with_path, tree_structure
 from prefetchshard.base.memory import AnyArray
-from prefetchshard.leaves.converting import private_copy, store
+from prefetchshard.leaves.copying import private_copy
+from prefetchshard.leaves.narrowing import store
 from prefetchshard.sharding.batch_tree import path_text
 
 Rows = slice | AnyArray
-_jax: Any = jax  # JAX types trees only in part
 
 ROW_LOOP_BYTES = 1 << 14
 """From this size of a row on, copying row by row costs less than the copy that fancy indexing makes first."""
@@ -36,7 +37,7 @@ class Arrays:
         self.tree = tree
         self.leaves = leaves
         self.length = length
-        self._treedef: Any = _jax.tree.structure(tree)
+        self._treedef = tree_structure(tree)
 
     def unflatten(self, leaves: list[Any]) -> Any:
         """A tree like the source's over other leaves."""
@@ -87,7 +88,7 @@ def find_arrays(source: Any) -> Arrays | None:
     if isinstance(source, list) or not _is_container(source):
         return None
     try:
-        paths_and_leaves, _ = _jax.tree_util.tree_flatten_with_path(source, is_leaf=partial(_is_list_below, source))
+        paths_and_leaves, _ = tree_flatten_with_path(source, is_leaf=partial(_is_list_below, source))
     except ValueError as error:
         raise ConfigError(f"JAX cannot take the source apart: {error} Give each mapping in it keys of one type") from error
     paths = [path_text(path) for path, _ in paths_and_leaves]

@@ -333,5 +333,10 @@ def from_this_loop(iterable: Any) -> FromThisLoop:
 
     Raises:
         ConfigError: no event loop runs here.
+
+    Example:
+        async def consume(stream):
+            async for batch in ps.prefetch(ps.from_this_loop(stream), P("data")):
+                print(batch.shape)
     """
     return FromThisLoop(iterable)

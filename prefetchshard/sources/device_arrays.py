@@ -8,12 +8,11 @@ import jax
 import numpy as np
 
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.jax_types import is_subdtype, tree_flatten_with_path
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.converting import is_numeric
 from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sources.arrays import Arrays, find_arrays, name_of_type
-
-_jax: Any = jax
 
 MOST_ROWS = 2**31 - 1
 """Rows are found on the devices by 32-bit numbers."""
@@ -36,6 +35,11 @@ class OnDevice:
 
     Raises:
         ConfigError: not arrays of one leading size, or some that no device can hold.
+
+    Example:
+        arrays = ps.OnDevice({"x": np.zeros((64, 3), np.float32)})
+        for batch in ps.Loader(arrays, P("data"), batch_size=16, shuffle=True):
+            assert batch["x"].shape == (16, 3)
     """
 
     def __init__(self, arrays: Any, sharding: Any = None) -> None:
@@ -56,13 +60,13 @@ class DeviceArrays(Arrays):
     kind = "device arrays"
 
     def __init__(self, tree: Any, sharding: Any) -> None:
-        found = None if hasattr(tree, "__next__") else find_arrays(_jax.tree.map(_as_numpy, tree))
+        found = None if hasattr(tree, "__next__") else find_arrays(jax.tree.map(_as_numpy, tree))
         if found is None:
             raise ConfigError(
                 f"ps.OnDevice takes a NumPy array or a jax.Array, or a mapping, tuple or registered container of them, not a {name_of_type(tree)}"
             )
-        paths = [path_text(keys) for keys, _ in _jax.tree_util.tree_flatten_with_path(tree)[0]]
-        self.given: list[Any] = _jax.tree.leaves(tree)
+        paths = [path_text(keys) for keys, _ in tree_flatten_with_path(tree)[0]]
+        self.given: list[Any] = jax.tree.leaves(tree)
         for path, leaf in zip(paths, found.leaves, strict=True):
             if isinstance(leaf, np.ma.MaskedArray) or not is_numeric(leaf.dtype):
                 raise ConfigError(
@@ -81,7 +85,7 @@ def _as_numpy(leaf: Any) -> AnyArray:
     if not isinstance(leaf, jax.Array):
         return leaf
     dtype: Any = leaf.dtype
-    if _jax.dtypes.issubdtype(dtype, _jax.dtypes.prng_key):
+    if is_subdtype(dtype, jax.dtypes.prng_key):
         raise ConfigError(f"ps.OnDevice: an array of {dtype} has no rows that can be gathered bit by bit; pass `jax.random.key_data(keys)`")
     zero: AnyArray = np.zeros((), dtype)
     return np.broadcast_to(zero, leaf.shape)

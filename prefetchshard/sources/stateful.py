@@ -1,4 +1,4 @@
-"""Sources that can say where they stand and be put there again: grain iterators, torchdata, datasets of Hugging Face, and their kind."""
+"""Sources that save and restore their own state: grain iterators, torchdata, datasets of Hugging Face, and the like."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from prefetchshard.base.codec import pack_snapshot, unpack_snapshot
 from prefetchshard.base.errors import StateError
-from prefetchshard.resuming.loader_state import pack_snapshot, unpack_snapshot
 
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 class StateAccess:
-    """The two methods by which a source tells and takes its state. Called by the thread that reads the source, between two items.
+    """The two methods by which a source saves and restores its state. Called by the thread that reads the source, between two items.
 
     Args:
         get: returns the state, which the source may go on changing.
@@ -29,11 +29,11 @@ class StateAccess:
         self._put = put
         self._owner = owner
         self._reader = reader
-        self._lock = threading.Lock()  # guards _spoilt: no other iterator is made while the source is asked
+        self._lock = threading.Lock()  # guards _spoilt: no other iterator is made while a snapshot is taken
         self._spoilt = False
 
     def distrust(self) -> None:
-        """Another iterator of the same source is about to be made: from now on its state is of the one, or of the other, or of both."""
+        """Take no more snapshots: another iterator of the same source is about to be made, and the state may then be that of either."""
         with self._lock:
             self._spoilt = True
 

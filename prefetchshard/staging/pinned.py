@@ -14,14 +14,13 @@ import threading
 import time
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from prefetchshard.base.jax_types import block_until_ready, device_put
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.staging.aliased import AliasedStaging, FreshStaging, Layout, Staging, StagingStats, views_of
 
-_jax: Any = jax
 _log = logging.getLogger(__name__)
 
 PROBE_BYTES = 16 << 20
@@ -37,7 +36,7 @@ class _PageLocked:
 
     def __init__(self, device: Any, nbytes: int) -> None:
         where = SingleDeviceSharding(device, memory_kind="pinned_host")
-        self._owner = _jax.block_until_ready(_jax.device_put(np.zeros(nbytes, np.uint8), where))
+        self._owner = block_until_ready(device_put(np.zeros(nbytes, np.uint8), where))
         address = self._owner.addressable_shards[0].data.unsafe_buffer_pointer()
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
@@ -157,14 +156,14 @@ def _measure(device: Any) -> bool:
     target = SingleDeviceSharding(device)
     locked, plain = page_locked(device, PROBE_BYTES), np.ones(PROBE_BYTES, np.uint8)
     locked[:] = 1
-    if not bool((np.asarray(_jax.device_put(locked, target)) == 1).all()):
+    if not bool((np.asarray(device_put(locked, target)) == 1).all()):
         _log.info("no page-locked staging on %s: what is written into such memory is not what a transfer reads", device)
         return False
     times = {True: 1e9, False: 1e9}
     for _ in range(4):
         for is_locked, memory in ((True, locked), (False, plain)):
             began = time.perf_counter()
-            _jax.block_until_ready(_jax.device_put(memory, target))
+            block_until_ready(device_put(memory, target))
             times[is_locked] = min(times[is_locked], time.perf_counter() - began)
     fast = times[False] > LEAST_GAIN * times[True]
     _log.info(

@@ -7,10 +7,10 @@ from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from prefetchshard.base.jax_types import device_count, process_index, tree_flatten_with_path
 from prefetchshard.leaves.on_devices import is_jax_array
 from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sharding.meshes import devices_of, index_map, sharding_text, spec_text
@@ -24,8 +24,6 @@ MOST_LINES = 16
 
 Part = tuple[tuple[int, int, int], ...]
 """What of a leaf: axis, start and stop, for each axis that is split."""
-
-_jax: Any = jax  # JAX leaves devices without a type, and types trees only in part
 
 
 class _Placement(NamedTuple):
@@ -54,8 +52,12 @@ def describe(batch: Any) -> str:
 
     Returns:
         Lines of at most 100 characters.
+
+    Example:
+        (batch,) = ps.prefetch([{"x": np.zeros((8, 3), np.float32)}], P("data"))
+        print(ps.describe(batch))
     """
-    found = _jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list_of_values)[0]
+    found = tree_flatten_with_path(batch, is_leaf=_is_list_of_values)[0]
     leaves = [_Leaf(path_text(keys) or "(the batch itself)", value) for keys, value in found]
     if not leaves:
         return "a batch without leaves"
@@ -81,7 +83,7 @@ def _summary(leaves: list[_Leaf]) -> str:
     if not held:
         return f"{count}, all on the host"
     platform = next(iter(held)).platform
-    here = sum(device.process_index == _jax.process_index() for device in held)
+    here = sum(device.process_index == process_index() for device in held)
     own = f" ({here} of this process)" if here < len(held) else ""
     return f"{count} on {len(held)} {platform} {'device' if len(held) == 1 else 'devices'}{own}, {_bytes_text(max(held.values()))} a device"
 
@@ -198,7 +200,7 @@ def _holders(devices: list[Any]) -> str:
     if not devices:
         return "-"
     ids = [device.id for device in devices]
-    if len(ids) == _jax.device_count() > 1:
+    if len(ids) == device_count() > 1:
         return f"all {len(ids)} devices"
     return f"{'device' if len(ids) == 1 else 'devices'} {_several(_runs(ids), f' ({len(ids)} in all)')}"
 

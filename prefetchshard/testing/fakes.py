@@ -8,16 +8,14 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
-import jax
 import msgspec
 import numpy as np
 
+from prefetchshard.base.jax_types import devices
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.building import run_factory as building
 from prefetchshard.placing.transfer_loops import TransferLimits
 from prefetchshard.staging.aliased import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
-
-_jax: Any = jax
 
 MakeStaging: TypeAlias = Callable[[Any, int], Staging]
 """From one of the devices and a number of slots to a ring."""
@@ -32,6 +30,11 @@ class ManualClock:
     """Seconds that pass when a test says so.
 
     Thread safety: every method may be called from any thread.
+
+    Example:
+        clock = ps.testing.ManualClock()
+        clock.advance(2.5)
+        assert clock() == 2.5
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -55,16 +58,26 @@ class ManualClock:
 
 
 class SlotMisuseError(AssertionError):
-    """Staging memory was used outside its loan."""
+    """Staging memory was used outside its loan.
+
+    What to do: release staging memory once, when the transfer out of it is ready, and touch it no more.
+    """
 
 
 class PoisonCounts(msgspec.Struct, frozen=True):
-    """Attributes:
-    leased: batches that got memory.
-    released: of them, those whose memory was given back.
-    dropped: of them, those whose memory nobody held any more (runs that were closed).
-    out: slots that are on loan now.
-    not_reused: pieces of memory that could not be misaligned at every cut, so that they were used once.
+    """What a `PoisonStaging` has counted so far.
+
+    Attributes:
+        leased: batches that got memory.
+        released: of them, those whose memory was given back.
+        dropped: of them, those whose memory nobody held any more (runs that were closed).
+        out: slots that are on loan now.
+        not_reused: pieces of memory that could not be misaligned at every cut, so that they were used once.
+
+    Example:
+        with ps.testing.poisoned_staging() as rings:
+            list(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
+        assert rings[0].check().out == 0
     """
 
     leased: int
@@ -90,11 +103,17 @@ class PoisonStaging:
         SlotMisuseError: from `lease` and `check`, and where memory is released twice.
 
     Thread safety: every method may be called from any thread.
+
+    Example:
+        ring = ps.testing.PoisonStaging(capacity=4)
+        with ps.testing.staging_by(lambda device, capacity: ring):
+            list(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
+        ring.check()
     """
 
     def __init__(self, capacity: int, *, pieces: int | None = None) -> None:
         self._capacity = capacity
-        self._pieces = pieces or len(_jax.devices())
+        self._pieces = pieces or len(devices())
         self._lock = threading.Lock()  # guards the fields below but _back; never taken by a lease's finaliser
         self._free: list[_PoisonedSlot] = []
         self._places: dict[int, _Places] = {}
@@ -267,7 +286,12 @@ def _shift(leaves: list[tuple[int, np.dtype[Any]]], pieces: int) -> int | None:
 
 @contextlib.contextmanager
 def staging_by(make: MakeStaging) -> Generator[None]:
-    """Let loaders take their staging from this function, if their first run begins inside the block."""
+    """Let loaders take their staging from this function, if their first run begins inside the block.
+
+    Example:
+        with ps.testing.staging_by(lambda device, capacity: ps.testing.PoisonStaging(capacity)):
+            list(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
+    """
     with _instead("choose_staging", make):
         yield
 
@@ -296,6 +320,10 @@ def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> 
 
     Raises:
         SlotMisuseError: at the end, where a slot was written to after its release.
+
+    Example:
+        with ps.testing.poisoned_staging():
+            list(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
     """
     rings: list[PoisonStaging] = []
 

@@ -7,19 +7,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import msgspec
 import numpy as np
 
 from prefetchshard.base.errors import LeafTypeError, NarrowingError
-from prefetchshard.leaves.converting import as_array, private_copy
+from prefetchshard.base.jax_types import keystr, tree_flatten_with_path
+from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.copying import private_copy
 from prefetchshard.sources import recognise
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.asynchronous import OwnLoop
 from prefetchshard.sources.dataset import Dataset
 from prefetchshard.sources.iterables import END, OpenIterator, OpenSource, Stream
-
-_jax: Any = jax
 
 THREADS_SECONDS = 60.0
 """How long the threads of one check may take."""
@@ -35,6 +34,11 @@ class SourceReport(msgspec.Struct, frozen=True):
         reuses_buffers: it overwrites an item when it is asked for the next one, so `reuses_buffers=False` would be wrong.
         rereadable: it can be read again, so that a loader can have several epochs and runs.
         has_state: it tells and takes its own state, so that a loader can go on without reading again.
+
+    Example:
+        report = ps.testing.check_source(lambda: iter([np.zeros(3), np.ones(3)]))
+        assert report.items == 2
+        assert not report.has_state
     """
 
     kind: str
@@ -66,6 +70,11 @@ def check_source(
     Raises:
         AssertionError: it does not keep one of these; says which, and where.
         ConfigError: it is no source.
+
+    Example:
+        examples = [np.full(3, i) for i in range(10)]
+        report = ps.testing.check_source(lambda: (row.copy() for row in examples), examples)
+        assert not report.reuses_buffers
     """
     source = recognise(make_source(), batched=True)
     if isinstance(source, Arrays):
@@ -295,12 +304,12 @@ def _equal(got: Any, wanted: Any, where: str) -> None:
 
 def _difference(got: Any, wanted: Any) -> str | None:
     """Where two items differ, bit by bit; None where they do not."""
-    (ours, our_tree), (theirs, their_tree) = (_jax.tree_util.tree_flatten_with_path(item) for item in (got, wanted))
+    (ours, our_tree), (theirs, their_tree) = (tree_flatten_with_path(item) for item in (got, wanted))
     if our_tree != their_tree:
         return f"{our_tree} and not {their_tree}"
     for (path, one), (_, other) in zip(ours, theirs, strict=True):
         if not _same(one, other):
-            return f"{_jax.tree_util.keystr(path) or 'it'} is {_words(one)} and not {_words(other)}"
+            return f"{keystr(path) or 'it'} is {_words(one)} and not {_words(other)}"
     return None
 
 

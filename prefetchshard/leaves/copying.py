@@ -1,0 +1,116 @@
+"""Copies of what a source or a user's function gave, and when none is needed."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from prefetchshard.base.errors import SourceError
+from prefetchshard.base.jax_types import tree_flatten, tree_structure
+from prefetchshard.base.memory import AnyArray
+from prefetchshard.leaves.converting import is_a
+
+_LEAF = tree_structure(0)
+_IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic, jax.Array)
+
+
+def private_copy(value: Any, *, deep: bool = False) -> Any:
+    """A copy of the value that shares no array, tensor, list or dict with it.
+
+    Args:
+        value: anything.
+        deep: copy other objects too, where they can be copied.
+
+    Raises:
+        SourceError: `deep`, and there is an object that cannot be copied.
+    """
+    kind = cast("Any", type(value))
+    if _is_immutable(value):
+        return value
+    if is_a(value, np.ndarray):
+        return _own_array(value, deep)
+    if kind is dict:
+        return {k: private_copy(v, deep=deep) for k, v in value.items()}
+    if kind is list:
+        return [private_copy(v, deep=deep) for v in value]
+    if kind is memoryview:
+        copied: Any = np.array(value)
+        return memoryview(copied)
+    children = children_of(value)
+    if children is not None:
+        parts, rebuild = children
+        return rebuild([private_copy(part, deep=deep) for part in parts])
+    return _own_object(value, deep)
+
+
+def _base_references(array: AnyArray) -> int:
+    return sys.getrefcount(array.base)
+
+
+_counts_references = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
+_ALONE = next(map(sys.getrefcount, [np.empty(1)]))  # in one list, and nowhere else
+_BASE_ALONE = _base_references(np.empty(1)[:])  # held by one view, and by nobody else
+
+
+def are_unshared(leaves: list[Any]) -> bool:
+    """Whether this list holds the only references to the memory of these leaves, so that nobody else can overwrite it.
+
+    Decided by CPython's reference counts; False on interpreters where these say nothing.
+    """
+    if not _counts_references:
+        return False
+    counts = list(map(sys.getrefcount, leaves))  # before anything here refers to a leaf
+    return all(_is_unshared(leaf, count) for leaf, count in zip(leaves, counts, strict=True))
+
+
+def _is_unshared(leaf: Any, references: int) -> bool:
+    if type(leaf) is not np.ndarray:
+        return _is_immutable(leaf)
+    if references != _ALONE or leaf.dtype.hasobject or weakref.getweakrefcount(leaf):
+        return False
+    if leaf.flags.owndata:
+        return True
+    is_alone = _base_references(leaf) == _BASE_ALONE
+    base = leaf.base
+    return is_alone and type(base) is np.ndarray and base.flags.owndata and not weakref.getweakrefcount(base)
+
+
+def _is_immutable(value: Any) -> bool:
+    return is_a(value, _IMMUTABLE) and not is_a(value, np.void)  # which is a view
+
+
+def _own_array(array: AnyArray, deep: bool) -> AnyArray:
+    copied = array.copy()
+    if array.dtype == object:
+        for index, value in np.ndenumerate(array):
+            copied[index] = private_copy(value, deep=deep)
+    return copied
+
+
+def _own_object(value: Any, deep: bool) -> Any:
+    for way in ("clone", "copy"):  # tensors; deepcopy refuses those with a gradient
+        if callable(getattr(value, way, None)) and (isinstance(value, np.void) or hasattr(value, "__array__")):
+            return getattr(value, way)()
+    if not deep:
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise SourceError(
+            f"an item of type {type(value).__qualname__} cannot be copied, so it cannot be kept while the source goes on; "
+            f"if the source makes a new object for each item, say so: reuses_buffers=False"
+        ) from error
+
+
+def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What a container holds, and a function that makes one like it; None for what is not a container to JAX."""
+    parts, tree = tree_flatten(value, is_leaf=partial(operator.is_not, value))
+    return None if tree == _LEAF else (parts, tree.unflatten)

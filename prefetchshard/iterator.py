@@ -17,7 +17,9 @@ from prefetchshard.queues.bounded_queue import EMPTY, EmptyType
 from prefetchshard.reading.reading_plan import StartPoint
 from prefetchshard.resuming.loader_state import LoaderState
 from prefetchshard.resuming.start_point import HandedOut
-from prefetchshard.running.run import Run, close_runs, hold_daemons
+from prefetchshard.running.at_exit import hold_daemons
+from prefetchshard.running.closing import close_runs
+from prefetchshard.running.run import Run
 
 __all__ = ["LoaderIterator"]
 

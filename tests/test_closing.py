@@ -31,8 +31,8 @@ ENDLESS = 10**9
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives up earlier than it does by itself, for the many tests of what it does then."""
-    monkeypatch.setattr("prefetchshard.running.run.GRACE_SECONDS", 0.1)
-    monkeypatch.setattr("prefetchshard.running.run.GIVE_UP_SECONDS", 0.3)
+    monkeypatch.setattr("prefetchshard.running.closing.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", 0.3)
 
 
 every_source = pytest.mark.parametrize("kind", SOURCES)
@@ -230,7 +230,7 @@ def test_the_finaliser_takes_no_lock_and_waits_for_nobody(S: NamedSharding) -> N
     gate.inside.wait(10)
     run = cycle[0].run
     del loader, cycle
-    with run.outbox._lock, run._inbox._lock:  # pyright: ignore[reportPrivateUsage]
+    with run.outbox._receiving, run.outbox._sending, run._inbox._receiving, run._inbox._sending:  # pyright: ignore[reportPrivateUsage]
         began = time.monotonic()
         gc.collect()
         assert time.monotonic() - began < 1
@@ -907,9 +907,9 @@ def test_a_thread_that_cannot_be_started(fails_at: int, S: NamedSharding, monkey
     loader.close()
     assert [first(b) for b in loader] == [0, 1, 2]
     gc.collect()
-    from prefetchshard.running.run import _live  # pyright: ignore[reportPrivateUsage]
+    from prefetchshard.running.at_exit import live
 
-    wait_until(lambda: not _live)
+    wait_until(lambda: not live)
 
 
 def test_a_fault_of_the_library_itself_does_not_hang(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,9 +232,9 @@ def slowly(run):
     time.sleep(0.3)
     clear(run)
 ps.running.run.Run._clear = slowly
-atexit.unregister(ps.running.run._close_all)
+atexit.unregister(ps.running.at_exit.close_all)
 atexit.register(lambda: print(loader_threads()))
-atexit.register(ps.running.run._close_all)
+atexit.register(ps.running.at_exit.close_all)
 it = iter(ps.prefetch(endless(), S)); next(it)
 del it
 dropping.wait()
@@ -247,7 +247,7 @@ def test_a_loader_made_after_the_end_says_so() -> None:
 import atexit
 it = iter(ps.prefetch(endless(), S)); next(it)
 # handlers run in the opposite order: this one as if it had been registered before the library's
-atexit.unregister(ps.running.run._close_all)
+atexit.unregister(ps.running.at_exit.close_all)
 def late():
     for use in (lambda: next(it), lambda: iter(ps.prefetch(endless(), S))):
         try:
@@ -255,7 +255,7 @@ def late():
         except Exception as error:
             print(type(error).__name__)
 atexit.register(late)
-atexit.register(ps.running.run._close_all)
+atexit.register(ps.running.at_exit.close_all)
 """
     assert outcome(run(program)) == (0, "StopIteration\nUsedUpError\n", "")
 
@@ -368,9 +368,9 @@ def test_a_blocked_source_holds_the_program_for_seconds_at_most(where: str) -> N
         + """
 import atexit
 began = time.monotonic()
-atexit.unregister(ps.running.run._close_all)
+atexit.unregister(ps.running.at_exit.close_all)
 atexit.register(lambda: print(time.monotonic() - began < 5))
-atexit.register(ps.running.run._close_all)
+atexit.register(ps.running.at_exit.close_all)
 """
     )
     done = run(program)
@@ -547,7 +547,7 @@ if pid == 0:
     loader.close()
     del it
     gc.collect()
-    ps.running.run._close_all()
+    ps.running.at_exit.close_all()
     print("child", flush=True)
     os._exit(5)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), next(it).shape)

@@ -14,9 +14,9 @@ from support import PACKAGE, REPOSITORY, run_python
 # By rank, lowest first. A file imports only from files of a lower rank. A subpackage has one rank for all its files, unless a
 # file of it is named by itself; its `__init__.py` may import the files beside it.
 LAYERS = [
+    ["base.clock"],
     [
         "base.agreement",
-        "base.clock",
         "base.errors",
         "base.jax_context",
         "base.waiters",
@@ -40,6 +40,8 @@ LAYERS = [
     ],
     [
         "base.batches",
+        "base.threads",
+        "running.before_3_14",
         "queues.bounded_queue",
         "base.config",
         "base.limits",
@@ -49,9 +51,24 @@ LAYERS = [
         "resuming.loader_state",
         "sharding.batch_tree",
     ],
-    ["base.faults", "leaves.converting", "sharding.leaf_sharding", "sources.stateful", "staging.aliased", "placing.transfer"],
-    ["planning.packing", "staging.pinned", "sharding.rules", "sources.arrays", "sources.iterables", "measuring.stats"],
-    ["placing.device_transform", "reading.user_functions", "planning.planner", "sources.asynchronous", "sources.device_arrays"],
+    [
+        "running.thread_group",
+        "base.faults",
+        "leaves.converting",
+        "sharding.leaf_sharding",
+        "sources.stateful",
+        "staging.aliased",
+        "placing.transfer",
+    ],
+    ["running.closing", "planning.packing", "staging.pinned", "sharding.rules", "sources.arrays", "sources.iterables", "measuring.stats"],
+    [
+        "running.at_exit",
+        "placing.device_transform",
+        "reading.user_functions",
+        "planning.planner",
+        "sources.asynchronous",
+        "sources.device_arrays",
+    ],
     ["queues.async_waiting", "planning.full_batches", "on_device.gathering", "resuming.sampling", "sources", "placing.transfer_loops"],
     ["reading.filling", "on_device.store"],
     ["reading.reading_plan", "testing.source_checks"],

@@ -194,6 +194,17 @@ async def main():
     await anext(it)
 asyncio.run(main())
 """,
+    "an event loop that was closed while a task still waits": """
+import asyncio
+async def main():
+    async for batch in ps.prefetch([np.ones(8)] * 3, S): pass  # a whole run: its end was waited for in a thread
+    async for batch in ps.prefetch(blocked(), S): loop.stop()
+loop = asyncio.new_event_loop()
+loop.set_exception_handler(lambda *_: None)  # asyncio says that the task is pending still
+task = loop.create_task(main())
+loop.run_forever()
+loop.close()
+""",
     "handlers at exit that use loaders": """
 import atexit
 atexit.register(lambda: loader.close())
@@ -375,6 +386,46 @@ atexit.register(ps.running.at_exit.close_all)
     )
     done = run(program)
     assert (done.returncode, set(done.stdout.split()), done.stderr) == (0, {"True"}, "")
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+@pytest.mark.parametrize("waits", ["threading.Event().wait()", "time.sleep(1000)"])
+def test_a_daemon_thread_that_once_took_a_batch_does_not_delay_the_end(waits: str, is_closed: bool) -> None:
+    """What waits for something else is not waited for: without that the program would not end in the time that it has here."""
+    program = f"""
+ps.running.before_3_14.CONSUMER_SECONDS = 1000.0
+took = threading.Event()
+def consume():
+    it = iter(ps.prefetch(endless(), S))
+    next(it)
+    if {is_closed}: it.close()
+    took.set()
+    {waits}
+threading.Thread(target=consume, daemon=True).start()
+took.wait()
+"""
+    assert outcome(run(program)) == (0, "", "")
+
+
+def test_a_daemon_thread_that_computes_between_two_batches_is_waited_for() -> None:
+    program = """
+import atexit
+def consume():
+    for batch in ps.prefetch(endless(), S):
+        took.set()
+        ending.wait()
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end: pass
+        came.append(True)
+took, ending, came = threading.Event(), threading.Event(), []
+atexit.unregister(ps.running.at_exit.close_all)
+atexit.register(lambda: print(came))
+atexit.register(ps.running.at_exit.close_all)
+atexit.register(ending.set)
+threading.Thread(target=consume, daemon=True).start()
+took.wait()
+"""
+    assert outcome(run(program)) == (0, "[True]\n", "")
 
 
 # --- Ctrl-C

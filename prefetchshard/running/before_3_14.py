@@ -73,19 +73,29 @@ class Taking(Protocol):
     """When it took a batch last, in seconds of the run's clock."""
 
 
-consumers: dict[int, Taking] = {}
-"""The threads that took batches, by ident, which may be that of a thread that has ended."""
+consumers: dict[int, tuple[Taking, int | None]] = {}
+"""The threads that took batches, by ident, which may be that of a thread that has ended; and the clock of what each computes."""
+
+
+def note_consumer(taking: Taking) -> None:
+    """This thread takes a batch."""
+    ident = threading.get_ident()
+    known = consumers.get(ident)
+    if known is None or known[0] is not taking:
+        # Asked for here, as asking for that of a thread that has ended may crash
+        clock = time.pthread_getcpuclockid(ident) if sys.platform != "win32" and hasattr(time, "pthread_getcpuclockid") else None
+        consumers[ident] = (taking, clock)
 
 
 def wait_for_consumers(held: Collection[int]) -> None:
     """Daemon threads that take batches may be inside JAX where they drop one: each comes to its next batch first, and is held there.
 
-    That has no frames. So it counts as inside JAX while it moves, where it took a batch of late; one that stands still waits for
-    something else, and nobody waits for it.
+    That has no frames. So it counts as inside JAX while it moves or computes, where it took a batch of late; one that stands still waits
+    for something else, and nobody waits for it.
     """
     began = time.monotonic()
-    recent = {ident for ident, taking in list(consumers.items()) if MONOTONIC() - taking.last_next_at < CONSUMER_SECONDS}
-    seen: dict[int, tuple[int, int]] = {}
+    recent = {ident for ident, (taking, _) in list(consumers.items()) if MONOTONIC() - taking.last_next_at < CONSUMER_SECONDS}
+    seen: dict[int, tuple[int, int, float]] = {}
     moved_at: dict[int, float] = {}
     while (now := time.monotonic()) - began < CONSUMER_SECONDS:
         expected = False
@@ -94,9 +104,9 @@ def wait_for_consumers(held: Collection[int]) -> None:
             if ident in held or ident == threading.get_ident():
                 continue
             frame = frames[ident]
-            place = (id(frame), frame.f_lasti)
-            if seen.get(ident) != place:
-                seen[ident], moved_at[ident] = place, now
+            look = (id(frame), frame.f_lasti, _computed_seconds(consumers[ident][1]))
+            if seen.get(ident) != look:
+                seen[ident], moved_at[ident] = look, now
             expected |= _is_in_jax(frame) or (ident in recent and now - moved_at[ident] < STILL_SECONDS)
         frames.clear()
         if not expected:
@@ -122,6 +132,13 @@ def wait_outside_jax(name_prefix: str, deadline: float) -> None:
             return
         frames.clear()
         left[0].join(0.02)
+
+
+def _computed_seconds(clock: int | None) -> float:
+    try:
+        return 0.0 if clock is None else time.clock_gettime(clock)
+    except OSError:  # that thread has ended, and another one has its ident
+        return 0.0
 
 
 def _frames() -> dict[int, FrameType]:

@@ -19,7 +19,7 @@ from prefetchshard.placing.transfer_loops import HostQueue, Placer, ReadyQueue, 
 from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.reading_plan import Reader
 from prefetchshard.running import at_exit
-from prefetchshard.running.before_3_14 import consumers
+from prefetchshard.running.before_3_14 import note_consumer
 from prefetchshard.running.closing import close_runs
 from prefetchshard.running.thread_group import THREAD_PREFIX, ThreadGroup
 from prefetchshard.staging.aliased import Staging
@@ -135,7 +135,7 @@ class Run:
         Raises:
             UsedUpError: the run was carried into a forked child.
         """
-        consumers[threading.get_ident()] = self.meters
+        note_consumer(self.meters)
         if self._pid != os.getpid():
             raise UsedUpError(
                 "this loader's threads are in the parent of this forked process; make the loader in the child (and note that JAX itself "

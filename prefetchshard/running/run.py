@@ -117,8 +117,14 @@ class Run:
         if self.threads.has_ended:
             if self.outbox.cancelled:
                 self._clear()
-            at_exit.live.discard(self)
-            _log.debug("run %#x has ended", id(self))
+            self._retire()
+
+    def _retire(self) -> None:
+        try:
+            at_exit.live.remove(self)
+        except KeyError:  # several threads may see that all have left
+            return
+        _log.debug("run %#x has ended", id(self))
 
     def _clear(self) -> None:
         self.outbox.clear()
@@ -156,7 +162,7 @@ class Run:
         self.cancel()
         if self.threads.has_ended:  # else the last thread does it
             self._clear()
-            at_exit.live.discard(self)
+            at_exit.live.discard(self)  # no word of it: logging takes locks
 
     def close(self) -> None:
         """Stop, and wait until the threads have ended, in bounded time. Further calls do nothing."""
@@ -192,8 +198,8 @@ class Run:
         """Drop what is left. What there is to say of how the source closed."""
         self._waited = True
         self._clear()
-        if self.threads.has_ended:
-            at_exit.live.discard(self)
+        if self.threads.has_ended:  # none began, where Ctrl-C cut its start
+            self._retire()
         failures, self._close_failures = self._close_failures, []
         return [PrefetchWarning(f"closing the source raised {type(f).__name__}: {f}") for f in failures]
 

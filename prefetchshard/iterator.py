@@ -18,7 +18,9 @@ from prefetchshard.queues import async_waiting as aio
 from prefetchshard.queues.bounded_queue import EMPTY, EmptyType
 from prefetchshard.resuming.handed_out import HandedOut
 from prefetchshard.resuming.loader_state import LoaderState
-from prefetchshard.running.run import Run, close_runs, hold_daemons
+from prefetchshard.running.at_exit import hold_daemons
+from prefetchshard.running.closing import close_runs
+from prefetchshard.running.run import Run
 
 __all__ = ["LoaderIterator"]
 

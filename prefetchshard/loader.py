@@ -18,7 +18,8 @@ from prefetchshard.measuring.stats import Stats
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.resuming.handed_out import HandedOut
 from prefetchshard.resuming.loader_state import LoaderState
-from prefetchshard.running.run import Run, close_runs
+from prefetchshard.running.closing import close_runs
+from prefetchshard.running.run import Run
 
 __all__ = ["Loader", "prefetch"]
 
@@ -143,7 +144,12 @@ class Loader:
         self._last = iterator.progress
         if self._factory.one_shot:
             self._only = iterator
-        iterator.run.start()  # last: what Ctrl-C leaves of it is known here
+        try:
+            iterator.run.start()  # last: what Ctrl-C leaves of it is known here
+        except BaseException:
+            if not self._factory.one_shot:  # else the next `iter` gets it: nothing that was read is lost
+                iterator.run.abandon()
+            raise
         return iterator
 
     def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:

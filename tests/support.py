@@ -93,13 +93,16 @@ def at_every_step(prepare: Callable[[], object], function: Callable[[], T], dist
         yield answer
 
 
-def interrupted_everywhere(prepare: Callable[[], object], function: Callable[[], object]) -> Iterator[None]:
-    """Calls `function` again and again, with Ctrl-C at the first place in the package where the interpreter looks for signals, and so on."""
+def interrupted_everywhere(prepare: Callable[[], object], function: Callable[[], object], *beside: str) -> Iterator[None]:
+    """Calls `function` again and again, with Ctrl-C at the first place in the package where the interpreter looks for signals, and so on.
+
+    The files `beside` count as parts of the package.
+    """
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    for interrupted, _ in _disturbed(prepare, function, interrupt, _looks_for_signals):
+    for interrupted, _ in _disturbed(prepare, function, interrupt, _looks_for_signals, beside):
         assert interrupted, "Ctrl-C was swallowed"
         yield
 
@@ -110,14 +113,18 @@ def _looks_for_signals(last: str, now: str) -> bool:
 
 
 def _disturbed(
-    prepare: Callable[[], object], function: Callable[[], T], disturb: Callable[[], object], is_place: Callable[[str, str], bool]
+    prepare: Callable[[], object],
+    function: Callable[[], T],
+    disturb: Callable[[], object],
+    is_place: Callable[[str, str], bool],
+    beside: tuple[str, ...] = (),
 ) -> Iterator[tuple[bool, T | None]]:
     for step in itertools.count():
         places, last, was_disturbed = 0, "", False
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal places, last, was_disturbed
-            if not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            if not frame.f_code.co_filename.startswith((str(PACKAGE), *beside)):
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode":

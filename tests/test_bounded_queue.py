@@ -397,7 +397,7 @@ def test_who_sent_an_item_does_not_keep_it() -> None:
 def test_cancel_and_clear_take_no_lock() -> None:
     """A finaliser may run while its own thread holds the lock."""
     queue = new(2, "a")
-    with queue._lock:  # pyright: ignore[reportPrivateUsage]
+    with queue._receiving, queue._sending:  # pyright: ignore[reportPrivateUsage]
         queue.cancel()
         queue.clear()
         assert queue.is_over()

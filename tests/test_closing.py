@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import SOURCES, Dataset, Examples, Gate, Iterable, OpenSource, batch, factory, first, generator, nothing
-from support import Thread, ended, loader_threads, no_threads, wait_until
+from support import Thread, at_every_step, ended, loader_threads, no_threads, wait_until
 
 BOUND_SECONDS = 4.0
 """What closing may take here; the library gives up after 1.5, and the machine may be busy."""
@@ -31,8 +31,8 @@ ENDLESS = 10**9
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives up earlier than it does by itself, for the many tests of what it does then."""
-    monkeypatch.setattr("prefetchshard.running.run.GRACE_SECONDS", 0.1)
-    monkeypatch.setattr("prefetchshard.running.run.GIVE_UP_SECONDS", 0.3)
+    monkeypatch.setattr("prefetchshard.running.closing.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", 0.3)
 
 
 every_source = pytest.mark.parametrize("kind", SOURCES)
@@ -230,7 +230,7 @@ def test_the_finaliser_takes_no_lock_and_waits_for_nobody(S: NamedSharding) -> N
     gate.inside.wait(10)
     run = cycle[0].run
     del loader, cycle
-    with run.outbox._lock, run._inbox._lock:  # pyright: ignore[reportPrivateUsage]
+    with run.outbox._receiving, run.outbox._sending, run._inbox._receiving, run._inbox._sending:  # pyright: ignore[reportPrivateUsage]
         began = time.monotonic()
         gc.collect()
         assert time.monotonic() - began < 1
@@ -402,6 +402,38 @@ def test_a_signal_handler_may_close_while_its_thread_closes(S: NamedSharding) ->
         signal.signal(signal.SIGUSR1, old)
     assert handled.is_set()
     wait_until(no_threads)
+
+
+def test_a_signal_handler_may_close_while_its_thread_takes_a_batch(S: NamedSharding) -> None:
+    """Wherever in `next` it strikes, also where that holds the queue's lock: at once, and every thread ends meanwhile."""
+    runs: list[ps.LoaderIterator] = []
+    left: list[int] = []
+
+    def prepare() -> None:
+        runs[:] = [iter(ps.prefetch(Iterable(ENDLESS), S, transform=lambda x: x, workers=1, depth=1))]
+        wait_until(lambda: runs[0].stats().ready.senders_waiting == 1)
+
+    def close() -> None:
+        began = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            runs[0].close()
+        assert time.monotonic() - began < BOUND_SECONDS
+        left.append(len(loader_threads()))
+
+    places = 0
+    for _ in at_every_step(prepare, lambda: unless_ended(runs[0]), close):
+        places += 1
+        assert ended(runs[0])
+    assert places > 50
+    assert left == [0] * places
+
+
+def unless_ended(iterator: ps.LoaderIterator) -> None:
+    try:
+        iterator.__next__()
+    except StopIteration:
+        pass
 
 
 def test_a_finaliser_of_the_users_may_close_in_a_thread_of_the_run(S: NamedSharding) -> None:
@@ -907,9 +939,9 @@ def test_a_thread_that_cannot_be_started(fails_at: int, S: NamedSharding, monkey
     loader.close()
     assert [first(b) for b in loader] == [0, 1, 2]
     gc.collect()
-    from prefetchshard.running.run import _live  # pyright: ignore[reportPrivateUsage]
+    from prefetchshard.running.at_exit import live
 
-    wait_until(lambda: not _live)
+    wait_until(lambda: not live)
 
 
 def test_a_fault_of_the_library_itself_does_not_hang(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:

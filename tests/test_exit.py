@@ -194,6 +194,17 @@ async def main():
     await anext(it)
 asyncio.run(main())
 """,
+    "an event loop that was closed while a task still waits": """
+import asyncio
+async def main():
+    async for batch in ps.prefetch([np.ones(8)] * 3, S): pass  # a whole run: its end was waited for in a thread
+    async for batch in ps.prefetch(blocked(), S): loop.stop()
+loop = asyncio.new_event_loop()
+loop.set_exception_handler(lambda *_: None)  # asyncio says that the task is pending still
+task = loop.create_task(main())
+loop.run_forever()
+loop.close()
+""",
     "handlers at exit that use loaders": """
 import atexit
 atexit.register(lambda: loader.close())
@@ -232,9 +243,9 @@ def slowly(run):
     time.sleep(0.3)
     clear(run)
 ps.running.run.Run._clear = slowly
-atexit.unregister(ps.running.run._close_all)
+atexit.unregister(ps.running.at_exit.close_all)
 atexit.register(lambda: print(loader_threads()))
-atexit.register(ps.running.run._close_all)
+atexit.register(ps.running.at_exit.close_all)
 it = iter(ps.prefetch(endless(), S)); next(it)
 del it
 dropping.wait()
@@ -247,7 +258,7 @@ def test_a_loader_made_after_the_end_says_so() -> None:
 import atexit
 it = iter(ps.prefetch(endless(), S)); next(it)
 # handlers run in the opposite order: this one as if it had been registered before the library's
-atexit.unregister(ps.running.run._close_all)
+atexit.unregister(ps.running.at_exit.close_all)
 def late():
     for use in (lambda: next(it), lambda: iter(ps.prefetch(endless(), S))):
         try:
@@ -255,7 +266,7 @@ def late():
         except Exception as error:
             print(type(error).__name__)
 atexit.register(late)
-atexit.register(ps.running.run._close_all)
+atexit.register(ps.running.at_exit.close_all)
 """
     assert outcome(run(program)) == (0, "StopIteration\nUsedUpError\n", "")
 
@@ -368,13 +379,53 @@ def test_a_blocked_source_holds_the_program_for_seconds_at_most(where: str) -> N
         + """
 import atexit
 began = time.monotonic()
-atexit.unregister(ps.running.run._close_all)
+atexit.unregister(ps.running.at_exit.close_all)
 atexit.register(lambda: print(time.monotonic() - began < 5))
-atexit.register(ps.running.run._close_all)
+atexit.register(ps.running.at_exit.close_all)
 """
     )
     done = run(program)
     assert (done.returncode, set(done.stdout.split()), done.stderr) == (0, {"True"}, "")
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+@pytest.mark.parametrize("waits", ["threading.Event().wait()", "time.sleep(1000)"])
+def test_a_daemon_thread_that_once_took_a_batch_does_not_delay_the_end(waits: str, is_closed: bool) -> None:
+    """What waits for something else is not waited for: without that the program would not end in the time that it has here."""
+    program = f"""
+ps.running.before_3_14.CONSUMER_SECONDS = 1000.0
+took = threading.Event()
+def consume():
+    it = iter(ps.prefetch(endless(), S))
+    next(it)
+    if {is_closed}: it.close()
+    took.set()
+    {waits}
+threading.Thread(target=consume, daemon=True).start()
+took.wait()
+"""
+    assert outcome(run(program)) == (0, "", "")
+
+
+def test_a_daemon_thread_that_computes_between_two_batches_is_waited_for() -> None:
+    program = """
+import atexit
+def consume():
+    for batch in ps.prefetch(endless(), S):
+        took.set()
+        ending.wait()
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end: pass
+        came.append(True)
+took, ending, came = threading.Event(), threading.Event(), []
+atexit.unregister(ps.running.at_exit.close_all)
+atexit.register(lambda: print(came))
+atexit.register(ps.running.at_exit.close_all)
+atexit.register(ending.set)
+threading.Thread(target=consume, daemon=True).start()
+took.wait()
+"""
+    assert outcome(run(program)) == (0, "[True]\n", "")
 
 
 # --- Ctrl-C
@@ -547,7 +598,7 @@ if pid == 0:
     loader.close()
     del it
     gc.collect()
-    ps.running.run._close_all()
+    ps.running.at_exit.close_all()
     print("child", flush=True)
     os._exit(5)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), next(it).shape)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from prefetchshard.base.waiters import Waiters
+from prefetchshard.testing import ManualClock
 from support import Interrupts, wait_until
 
 
@@ -117,6 +118,20 @@ def test_a_change_as_the_time_runs_out_counts() -> None:
     parking = Waiters()
     answers = iter([False, False, True])
     assert parking.wait(lambda: next(answers), 0.0)
+
+
+def test_the_time_is_the_clocks() -> None:
+    """However long it takes by other clocks; who moves it on wakes."""
+    flag, clock = Flag(), ManualClock()
+    answers: list[bool] = []
+    thread = start(lambda: answers.append(flag.parking.wait(lambda: flag.is_set, 0.01, clock)))
+    wait_until(lambda: len(flag.parking) == 1)
+    thread.join(0.05)
+    assert thread.is_alive()
+    clock.advance(0.02)
+    flag.parking.wake()
+    assert joined(thread)
+    assert answers == [False]
 
 
 class Waker:

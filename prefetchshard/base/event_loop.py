@@ -51,3 +51,10 @@ class HomeLoop:
                 sys.modules["trio"].lowlevel.spawn_system_task(task, context=variables)
 
         return self.call_soon(start)
+
+
+def leave_event_loop() -> None:
+    """A context that was copied in an event loop says in another thread that one runs there (sniffio)."""
+    sniffio = sys.modules.get("sniffio")
+    if sniffio is not None:
+        sniffio.current_async_library_cvar.set(None)

@@ -9,10 +9,11 @@ whether it still has to wait; waking only releases what is parked. Either the wa
 from __future__ import annotations
 
 import _thread
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+from prefetchshard.base.clock import MONOTONIC, Clock
 
 
 class Waker(Protocol):
@@ -35,9 +36,12 @@ class Waiters:
     def __len__(self) -> int:
         return len(self._parked)
 
-    def wait(self, ready: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
-        """Wait until `ready()`; what makes it true must call `wake` afterwards. Returns False where the time ran out."""
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    def wait(self, ready: Callable[[], bool], timeout_seconds: float | None = None, clock: Clock = MONOTONIC) -> bool:
+        """Wait until `ready()`; what makes it true must call `wake` afterwards. Returns False where the time ran out.
+
+        Who moves a `clock` of its own on calls `wake` afterwards too.
+        """
+        deadline = None if timeout_seconds is None else clock() + timeout_seconds
         while not ready():
             waker = _thread.allocate_lock()
             waker.acquire()
@@ -47,8 +51,10 @@ class Waiters:
                     return True
                 if deadline is None:
                     waker.acquire()
-                elif not waker.acquire(timeout=min(max(0.0, deadline - time.monotonic()), _thread.TIMEOUT_MAX)):
+                elif (left := deadline - clock()) <= 0:
                     return ready()
+                else:
+                    waker.acquire(timeout=min(left, _thread.TIMEOUT_MAX))
             finally:  # Ctrl-C comes here too
                 self.leave(waker)
         return True

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 
-from prefetchshard.base.event_loop import HomeLoop
+from prefetchshard.base.event_loop import HomeLoop, leave_event_loop
+from prefetchshard.base.threads import run_uncut
 from prefetchshard.queues.bounded_queue import BoundedQueue
 
 T = TypeVar("T")
@@ -44,9 +46,30 @@ async def wait_ready(queue: BoundedQueue[T]) -> None:
 
 
 async def in_thread(function: Callable[[], None]) -> None:
-    """Run what blocks in a thread of its own; cancellation waits until it is done."""
+    """Run what blocks, but not for ever, in a thread of its own; cancellation waits until it is done.
+
+    The thread ends with it. Those of `anyio.to_thread` stay for the next call, and hold the program where their loop was closed early.
+    """
+    failures: list[BaseException] = []
+    done = _LoopWaker()
+    variables = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            variables.run(leave_event_loop)
+            variables.run(function)
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            failures.append(error)
+        finally:
+            done.release()
+
     with anyio.CancelScope(shield=True):
-        await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+        thread = threading.Thread(target=run, name="prefetchshard-closing", daemon=False)
+        run_uncut(thread.start)
+        await done.wait()
+        thread.join()  # it has only to return
+    if failures:
+        raise failures.pop()
 
 
 async def checkpoint() -> None:

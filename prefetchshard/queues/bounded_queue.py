@@ -111,7 +111,9 @@ class BoundedQueue(Generic[T]):
         self._lazy_receivers = Waiters()
         self._held_until_release = held_until_release
         self._clock = clock
-        self._lock = threading.Lock()  # guards who reserves and who takes, _unreleased, _taken and the two sums
+        # Two locks: a signal handler that interrupts a receiver while it holds its lock may close the run, and waits for the senders.
+        self._sending = threading.Lock()  # guards who reserves, and _backpressure_seconds
+        self._receiving = threading.Lock()  # guards who takes, _unreleased, _taken and _starved_seconds
         self._line: deque[Ticket[T]] = deque()
         self._unreleased = 0  # items that were taken and still hold their place
         self._taken = 0
@@ -120,6 +122,7 @@ class BoundedQueue(Generic[T]):
         self._ended = False
         self._refusing = False
         self.cancelled = False
+        self._broken = False
         self._failure: BaseException | None = None
 
     # -- sending
@@ -129,7 +132,7 @@ class BoundedQueue(Generic[T]):
         while not self._refusing:
             if self._has_room():
                 ticket = Ticket(self)  # outside the lock: an allocation may run finalisers
-                with self._lock:
+                with self._sending:
                     if self._has_room() and not self._refusing:
                         self._line.append(ticket)
                         return ticket
@@ -137,7 +140,7 @@ class BoundedQueue(Generic[T]):
             if not (self.in_bursts and self._lazy_senders.wait(self._can_reserve, BURST_SECONDS)):
                 self.senders.wait(self._can_reserve)
             waited = self._clock() - began
-            with self._lock:
+            with self._sending:
                 self._backpressure_seconds += waited
         return None
 
@@ -163,11 +166,10 @@ class BoundedQueue(Generic[T]):
 
     def remove(self, ticket: Ticket[T]) -> None:
         """Take a reserved place out of the order."""
-        with self._lock:
-            try:
-                self._line.remove(ticket)
-            except ValueError:  # cleared meanwhile
-                return
+        try:
+            self._line.remove(ticket)
+        except ValueError:  # cleared meanwhile
+            return
         self._wake_all()
 
     # -- receiving
@@ -177,9 +179,9 @@ class BoundedQueue(Generic[T]):
         if not self._settled():
             began = self._clock()
             if not (self.in_bursts and timeout_seconds is None and self._lazy_receivers.wait(self._settled, BURST_SECONDS)):
-                self.receivers.wait(self._settled, timeout_seconds)
+                self.receivers.wait(self._settled, timeout_seconds, self._clock)
             waited = self._clock() - began
-            with self._lock:
+            with self._receiving:
                 self._starved_seconds += waited
         return self.has_ready()
 
@@ -187,16 +189,16 @@ class BoundedQueue(Generic[T]):
         """The next item in order, or EMPTY."""
         ticket: Ticket[T] | None = None
         try:
-            with self._lock:
+            with self._receiving:
                 line = self._line
                 head = _takeable(line)
-                if head is None or self.cancelled:
+                if head is None or self.cancelled or self._broken:
                     return EMPTY
                 ticket = head  # no call, so no signal, comes between this and the end of the block
+                if self._held_until_release:
+                    self._unreleased += 1  # before the item leaves the line, or a sender would see room
                 del line[0]
                 self._taken += 1
-                if self._held_until_release:
-                    self._unreleased += 1
             if not self._held_until_release:
                 self._tell_senders()
         except BaseException:  # Ctrl-C
@@ -209,7 +211,7 @@ class BoundedQueue(Generic[T]):
     def peek_nowait(self) -> T | EmptyType:
         """The next item in order, left where it is, or EMPTY."""
         head = _takeable(self._line)
-        return EMPTY if head is None or self.cancelled else head.item  # pyright: ignore[reportReturnType] - as above
+        return EMPTY if head is None or self.cancelled or self._broken else head.item  # pyright: ignore[reportReturnType] - as above
 
     def untake(self, item: T) -> None:
         """Put an item back that was taken and not used: it is the next one again."""
@@ -219,7 +221,7 @@ class BoundedQueue(Generic[T]):
         self._put_back(ticket)
 
     def _put_back(self, ticket: Ticket[T]) -> None:
-        with self._lock:
+        with self._receiving:
             self._taken -= 1
             self._unreleased -= self._held_until_release
             self._line.appendleft(ticket)
@@ -227,11 +229,10 @@ class BoundedQueue(Generic[T]):
 
     def break_off(self, failure: BaseException) -> None:
         """The receiver cannot go on: the failure comes next, and what was sent comes no more."""
-        with self._lock:
-            self._refusing = True
-            self._line = deque()
-            self._failure = failure
-            self._ended = True
+        self._failure = failure
+        self._ended = True
+        self._broken = True
+        self._line = deque()
         self.refuse()
 
     def forget_failure(self) -> None:
@@ -240,7 +241,7 @@ class BoundedQueue(Generic[T]):
 
     def release(self) -> None:
         """What an item taken earlier held is free again."""
-        with self._lock:
+        with self._receiving:
             self._unreleased -= 1
         self._tell_senders()
 
@@ -279,10 +280,12 @@ class BoundedQueue(Generic[T]):
 
     def has_ready(self) -> bool:
         """Whether an item can be taken at once."""
-        return not self.cancelled and _takeable(self._line) is not None
+        return not self.cancelled and not self._broken and _takeable(self._line) is not None
 
     def is_over(self) -> bool:
         """Whether nothing will come any more, whoever takes: it ended, failed or was cancelled."""
+        if self._broken:  # a sender may just have taken one more place
+            return True
         ended = self._ended  # before the look at the line: the last item is sent before the end is said
         try:
             head = self._line[0]
@@ -293,6 +296,8 @@ class BoundedQueue(Generic[T]):
     @property
     def failure(self) -> BaseException | None:
         """Why it is over, where a failure ended it and everything before the failure was taken."""
+        if self._broken:
+            return self._failure
         try:
             head = self._line[0]
         except IndexError:
@@ -321,7 +326,7 @@ class BoundedQueue(Generic[T]):
         return self._refusing or self._has_room()
 
     def _settled(self) -> bool:
-        if self.cancelled:
+        if self.cancelled or self._broken:
             return True
         try:
             return self._line[0].settled

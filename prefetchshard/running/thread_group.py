@@ -1,0 +1,166 @@
+"""The threads of a run: begun so that nothing cuts it, more or fewer while it runs.
+
+Every thread is a daemon: one that is none holds the interpreter for as long as a source blocks. Each either runs the source's own code,
+and may be given up on, or never does, and ends soon after it was told to.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+
+from prefetchshard.base.event_loop import leave_event_loop
+from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.base.threads import run_uncut
+from prefetchshard.running.before_3_14 import LastingThread
+
+THREAD_PREFIX = "prefetchshard-"
+
+_STARTER, _CLOSER = "starter", "closer"
+
+
+class GroupThread(LastingThread):
+    """One thread of a group.
+
+    Attributes:
+        runs_source: it runs the source's own code.
+        ends_soon: no code of the source's holds it, once it was told to end.
+        has_left: its body has returned.
+    """
+
+    def __init__(self, name: str, body: Callable[[GroupThread], None], *, runs_source: bool) -> None:
+        super().__init__(THREAD_PREFIX + name, lambda: body(self))
+        self.runs_source = runs_source
+        self.ends_soon = not runs_source
+        self.has_left = False
+        self._claims: dict[str, list[str]] = {}
+
+    def claim(self, who: str) -> bool:
+        """Whether it is for this caller to say if the thread ever runs. It is for the first that asks."""
+        mine = [who]
+        return self._claims.setdefault("first", mine) is mine  # one call into C: no other thread, and no Ctrl-C, comes in between
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it runs, or could still begin to."""
+        return not self.has_left and self._claims.get("first") != [_CLOSER]
+
+
+class ThreadGroup:
+    """The threads of a run.
+
+    Args:
+        context: JAX settings that are in force in them.
+        helpers: threads of the source beside these; others may add to this very list.
+        may_begin: asked by each thread at its start; one that may not leaves at once.
+        on_fault: told what a body raised.
+        on_leave: called by each thread whose body has returned.
+
+    Thread safety: every method may be called from any thread, and Ctrl-C may cut any of them: calling it again finishes what it began.
+
+    Attributes:
+        has_begun: its threads are being started, or were.
+    """
+
+    def __init__(
+        self,
+        context: JaxContext,
+        helpers: list[threading.Thread],
+        *,
+        may_begin: Callable[[], bool],
+        on_fault: Callable[[BaseException], None],
+        on_leave: Callable[[], None],
+    ) -> None:
+        self.helpers = helpers
+        self._context = context
+        self._may_begin = may_begin
+        self._on_fault = on_fault
+        self._on_leave = on_leave
+        self._threads: dict[GroupThread, None] = {}  # in the order in which they were added
+        self.has_begun = False
+
+    def add(self, name: str, body: Callable[[], None], *, runs_source: bool = True) -> None:
+        """Add a thread, which begins with the others, or now where they have begun. It leaves the group when its body returns.
+
+        Raises:
+            RuntimeError: there can be no more threads.
+        """
+        for thread in list(self._threads):
+            if thread.has_left and not thread.is_alive():
+                self._threads.pop(thread, None)
+        variables = contextvars.copy_context()
+        variables.run(leave_event_loop)
+        bodies = [body]
+        thread = GroupThread(name, lambda thread: variables.run(self._run, thread, bodies), runs_source=runs_source)
+        self._threads[thread] = None
+        if self.has_begun:
+            run_uncut(self._start_all)
+
+    def start(self) -> None:
+        """Begin, unless it has begun.
+
+        Raises:
+            RuntimeError: there can be no more threads. Those that began go on.
+        """
+        if not self.has_begun:
+            run_uncut(self._start_all)
+
+    def _start_all(self) -> None:
+        self.has_begun = True
+        for thread in list(self._threads):
+            if thread.claim(_STARTER):
+                try:
+                    thread.start()
+                except BaseException:
+                    thread.has_left = True
+                    thread.set_done()
+                    raise
+
+    def refuse(self) -> None:
+        """The threads that have not begun will not begin any more."""
+        for thread in list(self._threads):
+            if thread.claim(_CLOSER):
+                thread.set_done()
+
+    def _run(self, thread: GroupThread, bodies: list[Callable[[], None]]) -> None:
+        try:
+            if self._may_begin():
+                with self._context.in_force():
+                    bodies.pop()()  # and lets go of it: it holds the reader, hence the source
+        except BaseException as error:  # noqa: BLE001 - users' faults were caught before: this is ours, and still no reason to hang
+            self._on_fault(error)
+        finally:
+            bodies.clear()
+            thread.has_left = True
+            self._on_leave()
+            thread.ends_soon = True
+
+    @property
+    def in_source(self) -> list[threading.Thread]:
+        """The threads that run the source's own code."""
+        return [*(thread for thread in list(self._threads) if thread.runs_source), *self.helpers]
+
+    @property
+    def beside_source(self) -> list[threading.Thread]:
+        """The threads that never do."""
+        return [thread for thread in list(self._threads) if not thread.runs_source]
+
+    @property
+    def has_left_source(self) -> bool:
+        """Whether none of its threads runs the source's own code any more."""
+        return not any(thread.runs_source and thread.may_run for thread in list(self._threads))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether none of its threads runs, and none is about to."""
+        return not (self.has_begun and any(thread.may_run for thread in list(self._threads)))
+
+    def __repr__(self) -> str:
+        names = [thread.name.removeprefix(THREAD_PREFIX) for thread in list(self._threads) if thread.may_run]
+        return f"<ThreadGroup {'of' if self.has_begun else 'not begun, of'} {', '.join(names) or 'none'}>"
+
+
+def ending_threads() -> list[threading.Thread]:
+    """The threads that end whatever a source does: also those of runs that were dropped, which are in JAX while they drop batches."""
+    return [thread for thread in threading.enumerate() if isinstance(thread, GroupThread) and thread.ends_soon]

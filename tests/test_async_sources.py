@@ -349,6 +349,7 @@ def test_the_callers_context_is_in_force_inside(S: NamedSharding, consume: Consu
     assert seen == [("mine", np.float64)]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_source_that_does_not_let_go_is_given_up_on(S: NamedSharding) -> None:
     waits, may_end = threading.Event(), threading.Event()
 

@@ -110,7 +110,9 @@ def test_a_test_that_fails_fails_alone(tmp_path: Path) -> None:
     (tmp_path / "test_fails.py").write_text(FAILS_ALONE)
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "conftest", "-c", str(REPOSITORY / "pyproject.toml"), str(tmp_path), "-rEf"]
     done = run_command(command, env={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])})
-    bad = [line.split(" - ")[0].split("::")[-1].split("[")[0] for line in done.stdout.splitlines() if line.startswith(("ERROR ", "FAILED "))]
+    bad = [
+        line.split(" - ")[0].split("::")[-1].split("[")[0] for line in done.stdout.splitlines() if line.startswith(("ERROR ", "FAILED "))
+    ]
     assert sorted(bad) == ["test_fails_while_its_source_blocks"] * 4 + ["test_leaves_a_run_and_passes"], done.stdout
     assert "4 failed, 4 passed, 1 error" in done.stdout
     assert "never.wait()" in done.stdout

@@ -648,13 +648,13 @@ def test_a_program_that_is_interrupted_ends() -> None:
 
             async def source():
                 yield np.ones(8)
-                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
                 await anyio.sleep_forever()
 
             async def main():
                 async with ps.Loader(ps.from_this_loop(source())) as loader:
                     async for batch in loader:
                         print("batch", flush=True)
+                        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 
             try:
                 anyio.run(main, backend={backend!r})

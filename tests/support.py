@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -224,6 +224,33 @@ def stacks(threads: list[threading.Thread]) -> str:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (ended meanwhile)\n"
         parts.append(f"{thread.name} (daemon={thread.daemon}):\n{stack}")
     return "\n".join(parts)
+
+
+def pairwise(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows with one value of each list, such that each two values of different lists meet in a row; in the same order every time.
+
+    What goes wrong by two values together shows in few rows; all combinations are many. Of two lists it is all combinations.
+    """
+    values = [list(each) for each in lists]
+    pairs = list(itertools.combinations(range(len(values)), 2))
+    sizes = [range(len(each)) for each in values]
+    missing = dict.fromkeys((a, i, b, j) for a, b in pairs for i in sizes[a] for j in sizes[b])
+    rows: list[tuple[Any, ...]] = []
+    while missing:
+        a, i, b, j = next(iter(missing))
+        row = {a: i, b: j}
+        for column in range(len(values)):
+            if column not in row:
+                row[column] = max(sizes[column], key=lambda k: _new_pairs(missing, row, (column, k)))
+        for a, b in pairs:
+            missing.pop((a, row[a], b, row[b]), None)
+        rows.append(tuple(values[column][row[column]] for column in range(len(values))))
+    return rows
+
+
+def _new_pairs(missing: Container[tuple[int, ...]], row: dict[int, int], value: tuple[int, int]) -> int:
+    """How many values of the row it would meet for the first time."""
+    return sum((*min(value, other), *max(value, other)) in missing for other in row.items())
 
 
 def called_in(ident: int) -> set[str]:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import SOURCES, Examples, Gate, Iterable, batch, generator
-from support import loader_threads, wait_until
+from support import loader_threads, pairwise, wait_until
 
 ENDLESS = 10**9
 
@@ -69,10 +69,7 @@ def loaders(kind: str, counter: Counter, S: NamedSharding, **options: Any) -> ps
 KINDS = [*SOURCES, "examples", "examples of an iterator"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("transforms", [False, True])
+@pytest.mark.parametrize(("kind", "depth", "workers", "transforms"), pairwise(KINDS, [1, 2, 5], [1, 3], [False, True]))
 def test_it_reads_ahead_as_far_as_it_says(kind: str, depth: int, workers: int, transforms: bool, S: NamedSharding) -> None:
     """A consumer that is slow finds the same number of batches ahead every time, and it is within the bound."""
     counter = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import REPOSITORY, aligned, run_command, run_python
+from support import REPOSITORY, aligned, pairwise, run_command, run_python
 
 LEAVES_A_THREAD = """
 import threading, support
@@ -117,6 +118,17 @@ def test_a_test_that_fails_fails_alone(tmp_path: Path) -> None:
     assert "4 failed, 4 passed, 1 error" in done.stdout
     assert "never.wait()" in done.stdout
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (9, 8), (11, 3, 2, 2), (7, 3, 2), (2, 2, 2, 2, 2), (4, 1, 3)])
+def test_each_two_values_meet(sizes: tuple[int, ...]) -> None:
+    lists = [[f"{name}{i}" for i in range(size)] for name, size in zip("abcde", sizes, strict=False)]
+    rows = pairwise(*lists)
+    for one, other in itertools.combinations(range(len(lists)), 2):
+        assert {(row[one], row[other]) for row in rows} == set(itertools.product(lists[one], lists[other]))
+    largest, second = sorted(sizes)[-1], sorted(sizes)[-2]
+    assert largest * second <= len(rows) <= 2 * largest * second
+    assert rows == pairwise(*lists)
 
 
 @pytest.mark.parametrize("offset", [0, 4])

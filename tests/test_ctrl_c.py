@@ -52,9 +52,9 @@ def test_ctrl_c_again_and_again_loses_no_batch(S: NamedSharding) -> None:
         done = False
         while not done:
             try:
-                interrupts.armed = True
                 for value in iterator:
-                    got.append(value)  # noqa: PERF402 - what came before Ctrl-C is wanted
+                    got.append(value)
+                    interrupts.armed = True  # again once there is a batch more: or, on a busy machine, it never comes to one
                 interrupts.armed = False  # no call before it, so no Ctrl-C out of the `try`
                 done = True
             except KeyboardInterrupt:

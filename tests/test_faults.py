@@ -301,6 +301,7 @@ def test_what_the_consumers_own_thread_makes_fails(asked: str, fault: str, S: Na
         with pytest.raises(BaseException) as caught:  # noqa: PT011 - any kind
             loader.spec()
         assert caught.value is error or caught.value.__cause__ is error
+        wait_until(lambda: loader_threads() == [])  # of the run that `spec` began, which nobody closes
     if asked == "async":
 
         async def main() -> None:

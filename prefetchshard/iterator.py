@@ -28,6 +28,13 @@ __all__ = ["LoaderIterator"]
 class LoaderIterator:
     """One run of a loader: its threads, and the batches in order, for a `for` and for an `async for` loop.
 
+    Example:
+        with ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16) as loader:
+            batches = iter(loader)
+            next(batches)
+            state = batches.state()  # goes on after this batch: ps.Loader(..., state=state)
+        assert state.batches == 1
+
     Thread safety: every method may be called from any thread; threads and tasks that share an iterator share its batches, each going
     to one of them.
     """

@@ -29,6 +29,12 @@ class Loader:
 
     A loader says what to read and where to put it. It starts no thread by itself; `iter(loader)` and `aiter(loader)` start a run.
 
+    Example:
+        arrays = {"x": np.zeros((64, 3), np.float32), "y": np.zeros(64, np.int32)}
+        loader = ps.Loader(arrays, P("data"), batch_size=16, shuffle=True, epochs=2)
+        for batch in loader:
+            assert batch["x"].shape == (16, 3)
+
     Args:
         source: arrays (a NumPy array, or a mapping, tuple or registered container of them, of one leading size; in `ps.OnDevice` they
             stay on the devices), a dataset
@@ -282,5 +288,11 @@ class Loader:
 
 
 def prefetch(source: Any, sharding: Any = None, **options: Any) -> Loader:
-    """`Loader` under the name that reads well around an iterator: `for batch in ps.prefetch(batches, sharding): ...`."""
+    """`Loader` under the name that reads well around an iterator.
+
+    Example:
+        batches = ({"x": np.full((16, 3), i, np.float32)} for i in range(10))
+        for batch in ps.prefetch(batches, P("data")):
+            assert batch["x"].shape == (16, 3)
+    """
     return Loader(source, sharding, **options)

@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and no thread of the library may outlive the test that caused it.
+"""Eight CPU devices for every test; no thread of the library may outlive the test that caused it; a test that fails, fails alone.
 
 `JAX_PLATFORMS` set outside (`JAX_PLATFORMS=cuda python -m pytest`) runs the tests on an accelerator instead.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import warnings
 
 # Before JAX is imported, and in the environment, so that the programs which tests start see the same devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,7 +22,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from consumers import WAYS, Consume, consumer
-from support import loader_threads, stacks, threads_left
+from prefetchshard.running import run
+from support import HANG_SECONDS, begin_threads, loader_threads, stacks, threads_left
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
@@ -41,18 +44,54 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What a failed test held is let go of before the next one begins, and what its finalisers say is not said of the next one."""
+    done = yield
+    if item.stash.get(_failed, False):
+        for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+            vars(sys).pop(name, None)
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                gc.collect()
+        finally:
+            sys.unraisablehook = hook
+    return done
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient() -> Generator[None]:
+    """Closing gives no thread up because the machine is busy; a test of giving up says how soon (see `impatient`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", HANG_SECONDS)
+        yield
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing gives up earlier than it does by itself, for the many tests of what it does then."""
+    monkeypatch.setattr("prefetchshard.running.closing.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", 0.3)
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left(request: pytest.FixtureRequest) -> Generator[None]:
-    """Fails a test that leaves a thread of the library running.
+    """Fails a test that leaves a thread of the library running, and closes what a failed test left, so that it fails alone.
 
     A test that failed by itself is not asked: its traceback holds the frames, hence the loaders, alive.
     """
-    before = set(loader_threads())
+    begin_threads()
+    earlier = set(run._live)  # pyright: ignore[reportPrivateUsage]
     yield
-    if not request.node.stash.get(_failed, False):
-        left = threads_left(before)
-        if left:
-            pytest.fail(f"{len(left)} thread(s) outlived the test:\n{stacks(left)}", pytrace=False)
+    left = [] if request.node.stash.get(_failed, False) else threads_left()
+    words = stacks(left)
+    if loader_threads():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run, "GIVE_UP_SECONDS", 0.5)
+            run.close_runs(list(run._live - earlier), quietly=True)  # pyright: ignore[reportPrivateUsage]
+    if left:
+        pytest.fail(f"{len(left)} thread(s) outlived the test:\n{words}", pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -25,8 +25,10 @@ EMPTY = object()
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "prefetchshard"
 THREAD_PREFIX = "prefetchshard"
-PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 20.0
 """How long a thread that was told to end may take for it."""
+HANG_SECONDS = 30.0
+"""What lasts this long hangs, however busy the machine is; less than the minute for which the library waits for a transfer."""
 
 
 def aligned(shape: int | tuple[int, ...], dtype: Any = np.float32, offset: int = 0) -> np.ndarray:
@@ -40,7 +42,7 @@ def aligned(shape: int | tuple[int, ...], dtype: Any = np.float32, offset: int =
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def wait_until(ready: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(ready: Callable[[], object], seconds: float = 30.0) -> None:
     """Waits until `ready()` is true: for a state that nobody tells of, such as a thread that waits."""
     deadline = time.monotonic() + seconds
     while not ready():
@@ -141,6 +143,7 @@ def _disturbed(
 
         prepare()
         answer, interrupted, old = None, False, sys.gettrace()
+        gc.disable()  # what a finaliser that is run by chance raises is lost
         sys.settrace(trace)
         try:
             answer = function()
@@ -148,14 +151,24 @@ def _disturbed(
             interrupted = True
         finally:
             sys.settrace(old)
+            gc.enable()
         if not was_disturbed:
             return
         yield interrupted, answer
 
 
+_earlier_threads: set[threading.Thread] = set()
+
+
+def begin_threads() -> None:
+    """From here on a test's own threads are those that begin now; what a failed test left blocked is not the next one's fault."""
+    _earlier_threads.clear()
+    _earlier_threads.update(loader_threads())
+
+
 def loader_threads() -> list[threading.Thread]:
-    """The threads of the library that live now."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
+    """The threads of the library that live now and did not live when the test began."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX) and thread not in _earlier_threads]
 
 
 class Thread(threading.Thread):
@@ -181,7 +194,7 @@ class Thread(threading.Thread):
         return self.result
 
     def raised(self) -> BaseException | None:
-        self.join(20)
+        self.join(HANG_SECONDS)
         assert not self.is_alive(), stacks([self])
         return self.error
 
@@ -195,18 +208,17 @@ def ended(iterator: Iterator[Any]) -> bool:
     return all(next(iterator, EMPTY) is EMPTY for _ in range(3))
 
 
-def threads_left(before: set[threading.Thread]) -> list[threading.Thread]:
-    """The library's threads that are not in `before` and do not end within `PATIENCE_SECONDS`."""
+def threads_left() -> list[threading.Thread]:
+    """The test's threads of the library that do not end within `PATIENCE_SECONDS`."""
     left: list[threading.Thread] = []
-    if before.issuperset(loader_threads()):
+    if not loader_threads():
         return left  # in a long session a collection takes longer than most tests
     gc.collect()
     deadline = time.monotonic() + PATIENCE_SECONDS
     for thread in loader_threads():
-        if thread not in before:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                left.append(thread)
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            left.append(thread)
     return left
 
 
@@ -219,6 +231,42 @@ def stacks(threads: list[threading.Thread]) -> str:
         stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (ended meanwhile)\n"
         parts.append(f"{thread.name} (daemon={thread.daemon}):\n{stack}")
     return "\n".join(parts)
+
+
+def pairwise(*lists: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows with one value of each list, such that each two values of different lists meet in a row; in the same order every time.
+
+    What goes wrong by two values together shows in few rows; all combinations are many. Of two lists it is all combinations.
+    """
+    values = [list(each) for each in lists]
+    pairs = list(itertools.combinations(range(len(values)), 2))
+    sizes = [range(len(each)) for each in values]
+    missing = dict.fromkeys((a, i, b, j) for a, b in pairs for i in sizes[a] for j in sizes[b])
+    rows: list[tuple[Any, ...]] = []
+    while missing:
+        a, i, b, j = next(iter(missing))
+        row = {a: i, b: j}
+        for column in range(len(values)):
+            if column not in row:
+                row[column] = max(sizes[column], key=lambda k: _new_pairs(missing, row, (column, k)))
+        for a, b in pairs:
+            missing.pop((a, row[a], b, row[b]), None)
+        rows.append(tuple(values[column][row[column]] for column in range(len(values))))
+    return rows
+
+
+def _new_pairs(missing: Container[tuple[int, ...]], row: dict[int, int], value: tuple[int, int]) -> int:
+    """How many values of the row it would meet for the first time."""
+    return sum((*min(value, other), *max(value, other)) in missing for other in row.items())
+
+
+def called_in(ident: int) -> set[str]:
+    """The names of the functions that a thread is inside of now."""
+    frame, names = sys._current_frames().get(ident), set[str]()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def copies_late(sharding: Any) -> bool:
@@ -237,7 +285,7 @@ def copies_late(sharding: Any) -> bool:
 
 
 def run_python(
-    code: str, timeout: float = 60.0, *, args: tuple[str, ...] = (), env: dict[str, str] | None = None
+    code: str, timeout: float = 120.0, *, args: tuple[str, ...] = (), env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs `code` (indented as it may be) as a program of its own, which sees eight CPU devices.
 
@@ -248,7 +296,7 @@ def run_python(
     return run_command([sys.executable, "-c", watchdog + textwrap.dedent(code), *args], timeout, env=env)
 
 
-def run_command(command: list[str], timeout: float = 60.0, *, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_command(command: list[str], timeout: float = 120.0, *, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a command in the repository, with no standard input; see `run_python`."""
     try:
         return subprocess.run(

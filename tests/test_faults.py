@@ -7,11 +7,12 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import itertools
 import subprocess
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
@@ -24,7 +25,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 import prefetchshard as ps
 from fakes import SOURCES, STREAMS, Dataset, Examples, OpenSource, batch, factory, first, generator
 from prefetchshard.base.faults import note, safe_to_raise
-from support import loader_threads, wait_until
+from support import loader_threads, pairwise, wait_until
 
 
 class KeywordsOnly(Exception):
@@ -98,8 +99,26 @@ CONTROL_FLOW: dict[str, Callable[[], BaseException]] = {
     "asyncio.CancelledError": asyncio.CancelledError,
     "trio.Cancelled": trio_cancelled,
 }
-every_fault = pytest.mark.parametrize("fault", [*FAULTS, *CONTROL_FLOW])
 MAKERS = {**FAULTS, **CONTROL_FLOW}
+every_fault = pytest.mark.parametrize("fault", MAKERS)
+ALONE = ("frozen", "falsy", "BaseException", "KeyboardInterrupt", "SystemExit", *CONTROL_FLOW)
+BEHAVIOURS: dict[str, list[str]] = {"raised as it is": [name for name in FAULTS if name not in ALONE], **{name: [name] for name in ALONE}}
+"""What the loader, or an event loop, does with a fault, and the faults that it does that with."""
+
+
+def with_faults(names: str, *lists: Iterable[Any], without: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Each behaviour with each value (of several lists: each two of these meet), the faults of a behaviour in turn, and each fault once."""
+    turns = {name: itertools.cycle([fault for fault in faults if fault not in without]) for name, faults in BEHAVIOURS.items()}
+    rows = pairwise([name for name, faults in BEHAVIOURS.items() if set(faults) - set(without)], *lists)
+    table = [(next(turns[name]), *values) for name, *values in rows]
+    met = {row[0] for row in table}
+    left = [fault for fault in MAKERS if fault not in met and fault not in without]
+    table += [(fault, *row[1:]) for fault, row in zip(left, itertools.cycle(table[:]), strict=False)]
+    return pytest.mark.parametrize(f"fault, {names}", table)
+
+
+def test_each_fault_has_a_behaviour() -> None:
+    assert sorted(itertools.chain.from_iterable(BEHAVIOURS.values())) == sorted(MAKERS)
 
 
 class Bomb:
@@ -164,8 +183,7 @@ def check(loader: ps.Loader, fault: BaseException, good: list[int], says: str) -
 # --- every kind of source
 
 
-@every_fault
-@pytest.mark.parametrize("kind", SOURCES)
+@with_faults("kind", SOURCES)
 def test_the_source_fails(kind: str, fault: str, S: NamedSharding) -> None:
     if (kind, fault) in [("iterator", "StopIteration"), ("iterable", "StopIteration"), ("async iterator", "StopAsyncIteration")]:
         pytest.skip("that is the end")
@@ -193,8 +211,7 @@ def test_an_example_fails(kind: str, by_workers: bool, S: NamedSharding) -> None
     assert notes(error) == ["prefetchshard: while reading batch 3 (epoch 0, rows 24 to 31 of the epoch)"]
 
 
-@every_fault
-@pytest.mark.parametrize("workers", [1, 4])
+@with_faults("workers", [1, 4])
 def test_a_row_of_a_dataset_fails(fault: str, workers: int, S: NamedSharding) -> None:
     error = MAKERS[fault]()
     loader = ps.Loader(Examples(64, Bomb(27, error)), S, batch_size=8, workers=workers)
@@ -214,9 +231,7 @@ def failing_transform(at: int, error: BaseException) -> Callable[[Any], Any]:
     return transform
 
 
-@every_fault
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("kind", ["generator", "dataset", "async generator"])
+@with_faults("kind, workers", ["generator", "dataset", "async generator"], [1, 3])
 def test_transform_fails(kind: str, workers: int, fault: str, S: NamedSharding) -> None:
     error = MAKERS[fault]()
     loader = ps.prefetch(SOURCES[kind](6), S, transform=failing_transform(3, error), workers=workers)
@@ -233,11 +248,9 @@ def test_transform_of_a_row_fails(source: Any, workers: int, S: NamedSharding) -
     check(loader, error, [0, 8, 16], "while transforming batch 3 (epoch 0, rows 2")
 
 
-@every_fault
-@pytest.mark.parametrize(
-    "source", [lambda: np.arange(64, dtype=np.int32), lambda: Examples(64), lambda: iter(range(64))], ids=["arrays", "dataset", "iterator"]
-)
-def test_collate_fails(source: Callable[[], Any], fault: str, S: NamedSharding) -> None:
+@with_faults("kind", ["arrays", "dataset", "iterator"])
+def test_collate_fails(kind: str, fault: str, S: NamedSharding) -> None:
+    source: Any = {"arrays": np.arange(64, dtype=np.int32), "dataset": Examples(64), "iterator": iter(range(64))}[kind]
     error = MAKERS[fault]()
     bomb = Bomb(24, error)
 
@@ -246,7 +259,7 @@ def test_collate_fails(source: Callable[[], Any], fault: str, S: NamedSharding) 
         return np.asarray(rows, np.int32)
 
     check(
-        ps.Loader(source(), S, batch_size=8, collate=collate),
+        ps.Loader(source, S, batch_size=8, collate=collate),
         error,
         [0, 8, 16],
         "while collating batch 3 (epoch 0, rows 24 to 31 of the epoch)",
@@ -271,8 +284,7 @@ def test_device_transform_fails(fault: str, S: NamedSharding) -> None:
     check(ps.prefetch(source, where, device_transform=trace), error, [1, 2, 3], note)
 
 
-@pytest.mark.parametrize("fault", [f for f in MAKERS if f not in ("frozen", "KeyboardInterrupt")])
-@pytest.mark.parametrize("asked", ["next", "spec", "async"])
+@with_faults("asked", ["next", "spec", "async"], without=("frozen", "KeyboardInterrupt"))
 def test_what_the_consumers_own_thread_makes_fails(asked: str, fault: str, S: NamedSharding) -> None:
     """Rows that are split over the devices are gathered there by the thread that takes the batch."""
     error = MAKERS[fault]()
@@ -288,6 +300,7 @@ def test_what_the_consumers_own_thread_makes_fails(asked: str, fault: str, S: Na
         with pytest.raises(BaseException) as caught:  # noqa: PT011 - any kind
             loader.spec()
         assert caught.value is error or caught.value.__cause__ is error
+        wait_until(lambda: loader_threads() == [])  # of the run that `spec` began, which nobody closes
     if asked == "async":
 
         async def main() -> None:
@@ -337,8 +350,7 @@ def test_a_deleted_array_in_the_third_batch(S: NamedSharding) -> None:
     assert consume(iterator) == ([], caught)
 
 
-@every_fault
-@pytest.mark.parametrize("kind", ["dataset", "iterable", "examples"])
+@with_faults("kind", ["dataset", "iterable", "examples"])
 def test_set_epoch_fails(kind: str, fault: str, S: NamedSharding) -> None:
     error = MAKERS[fault]()
     bomb = Bomb(1, error)
@@ -360,8 +372,7 @@ def test_the_factory_fails(fault: str, S: NamedSharding) -> None:
     check(ps.prefetch(make, S, epochs=3), error, [0, 1], "reading the source (epoch 1)")
 
 
-@every_fault
-@pytest.mark.parametrize("kind", ["iterable", "async iterable"])
+@with_faults("kind", ["iterable", "async iterable"])
 def test_iter_fails(kind: str, fault: str, S: NamedSharding) -> None:
     error = MAKERS[fault]()
     bomb = Bomb(0, error)
@@ -377,8 +388,7 @@ def test_iter_fails(kind: str, fault: str, S: NamedSharding) -> None:
     check(ps.prefetch(Source() if kind == "iterable" else AsyncSource(), S), error, [], "")
 
 
-@every_fault
-@pytest.mark.parametrize("kind", ["iterator", "generator", "async generator"])
+@with_faults("kind", ["iterator", "generator", "async generator"])
 def test_closing_the_source_at_its_end_fails(kind: str, fault: str, S: NamedSharding) -> None:
     error = MAKERS[fault]()
     bomb = Bomb(0, error)
@@ -539,8 +549,7 @@ def test_the_chain_of_an_error_stays(S: NamedSharding) -> None:
     assert caught.__cause__ is None
 
 
-@pytest.mark.parametrize("library", ["asyncio", "trio"])
-@pytest.mark.parametrize("fault", [*FAULTS, *CONTROL_FLOW])
+@with_faults("library", ["asyncio", "trio"])
 def test_async_consumers_get_it_too(fault: str, library: str, S: NamedSharding) -> None:
     error = MAKERS[fault]()
     got: list[int] = []
@@ -567,9 +576,10 @@ def test_async_consumers_get_it_too(fault: str, library: str, S: NamedSharding) 
     assert loader_threads() == []
 
 
-@pytest.mark.parametrize("library", ["asyncio", "trio"])
-@pytest.mark.parametrize("fault", ["ValueError", "BaseException", "KeyboardInterrupt", "SystemExit", *CONTROL_FLOW])
-@pytest.mark.parametrize("where", ["item", "aclose"])
+@pytest.mark.parametrize(
+    ("fault", "where", "library"),
+    pairwise(["ValueError", "BaseException", "KeyboardInterrupt", "SystemExit", *CONTROL_FLOW], ["item", "aclose"], ["asyncio", "trio"]),
+)
 def test_a_source_in_the_callers_loop_fails(where: str, fault: str, library: str, S: NamedSharding) -> None:  # noqa: C901 - one program, told in order
     """Only the loader fails; the loop, which is not ours, goes on."""
     error = MAKERS[fault]()

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, joined, places
+from prefetchshard.testing import ManualClock
 from support import loader_threads, wait_until
 
 P = PartitionSpec
@@ -209,9 +210,9 @@ def test_which_run_is_meant(S: NamedSharding) -> None:
 
 def test_stall_and_busy_add_up_to_the_wall(S: NamedSharding, consume: Consume) -> None:
     iterator = iter(ps.Loader([full(i) for i in range(30)], S))
-    began = time.monotonic()
+    began = time.perf_counter()
     consume(iterator, 20)
-    took = time.monotonic() - began
+    took = time.perf_counter() - began  # of the same clock, around all that it measured
     stats = iterator.stats()
     assert stats.stall_seconds + stats.busy_seconds == pytest.approx(stats.wall_seconds)
     assert 0 < stats.wall_seconds <= took
@@ -222,55 +223,80 @@ def test_stall_and_busy_add_up_to_the_wall(S: NamedSharding, consume: Consume) -
     iterator.close()
 
 
-def slowly(count: int, seconds: float) -> Iterator[np.ndarray]:
-    for i in range(count):
-        time.sleep(seconds)
-        yield full(i)
+class Pass:
+    """Time passes where a test says so, and only while all else is at rest, so that it is known whose it is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = ManualClock()
+        self.runs: list[ps.LoaderIterator] = []
+        monkeypatch.setattr("prefetchshard.loader.MONOTONIC", self.clock)
+
+    def begin(self, loader: ps.Loader) -> ps.LoaderIterator:
+        self.runs.append(iter(loader))
+        return self.runs[-1]
+
+    def while_awaited(self, batch: int, seconds: float) -> None:
+        """While the consumer waits for this batch, having taken all before it."""
+        wait_until(lambda: bool(self.runs))
+        wait_until(lambda: self.runs[-1].stats().batches == batch and self.runs[-1].stats().ready.receivers_waiting == 1)
+        self.clock.advance(seconds)
 
 
-def test_bound_by_the_source(S: NamedSharding, consume: Consume) -> None:
-    loader = ps.Loader(slowly(10, 0.05), S)
-    consume(loader)
-    stats = loader.stats()
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> Pass:
+    return Pass(monkeypatch)
+
+
+def test_bound_by_the_source(S: NamedSharding, consume: Consume, passing: Pass) -> None:
+    def source() -> Iterator[np.ndarray]:
+        for i in range(10):
+            passing.while_awaited(i, 0.05)
+            yield full(i)
+
+    iterator = passing.begin(ps.Loader(source(), S))
+    consume(iterator)
+    stats = iterator.stats()
     assert stats.bound == "source"
-    assert stats.source_seconds >= 0.5
-    assert stats.stall_seconds > 0.25
-    assert stats.source_seconds > 0.8 * stats.stall_seconds
+    assert (stats.source_seconds, stats.stall_seconds) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert (stats.busy_seconds, stats.transfer_seconds, stats.copy_seconds, stats.transform_seconds) == (0, 0, 0, 0)
     assert "bound by the source" in str(stats)
 
 
-def test_bound_by_the_consumer(S: NamedSharding) -> None:
-    loader = ps.Loader([full(i) for i in range(10)], S)
-    iterator = iter(loader)
-    wait_until(lambda: iterator.stats().ready.ready == 2)  # so that the first ones cost no wait
-    for _ in iterator:
-        time.sleep(0.03)
-    stats = loader.stats()
+def test_bound_by_the_consumer(S: NamedSharding, passing: Pass) -> None:
+    iterator = passing.begin(ps.Loader((full(i) for i in iter(int, 1)), S))
+    for _ in range(10):
+        wait_until(lambda: iterator.stats().ready.ready == 2 and iterator.stats().ready.senders_waiting == 1)
+        next(iterator)
+        wait_until(lambda: iterator.stats().ready.ready == 2 and iterator.stats().ready.senders_waiting == 1)
+        passing.clock.advance(0.03)
+    stats = iterator.stats()
+    iterator.close()
     assert stats.bound == "consumer"
-    assert stats.busy_seconds > 0.25
-    assert stats.ready.backpressure_seconds > 0
+    assert (stats.stall_seconds, stats.busy_seconds) == (0, pytest.approx(0.27))  # between ten batches
 
 
-def test_bound_by_a_transform(S: NamedSharding) -> None:
+def test_bound_by_a_transform(S: NamedSharding, passing: Pass) -> None:
     def transform(row: Any) -> Any:
-        time.sleep(0.004)
+        passing.while_awaited(int(row) // 8, 0.004)
         return row
 
     for source in (np.arange(64, dtype=np.float32), iter(np.arange(64, dtype=np.float32))):
-        loader = ps.Loader(source, S, batch_size=8, workers=1, transform=transform)
-        sync(loader)
-        assert loader.stats().bound == "transform"
-        assert loader.stats().transform_seconds >= 0.25
+        passing.runs.clear()
+        iterator = passing.begin(ps.Loader(source, S, batch_size=8, workers=1, transform=transform))
+        sync(iterator)
+        assert iterator.stats().bound == "transform"
+        assert iterator.stats().transform_seconds == pytest.approx(64 * 0.004)
 
 
-def test_bound_by_collate(S: NamedSharding) -> None:
+def test_bound_by_collate(S: NamedSharding, passing: Pass) -> None:
     def collate(examples: Any) -> Any:
-        time.sleep(0.03)
+        passing.while_awaited(int(examples[0]) // 8, 0.03)
         return np.stack(examples)
 
-    loader = ps.Loader(list(np.arange(64, dtype=np.float32)), S, batch_size=8, workers=1, collate=collate)
-    sync(loader)
-    assert loader.stats().bound == "transform"
+    iterator = passing.begin(ps.Loader(list(np.arange(64, dtype=np.float32)), S, batch_size=8, workers=1, collate=collate))
+    sync(iterator)
+    assert iterator.stats().bound == "transform"
+    assert iterator.stats().transform_seconds == pytest.approx(8 * 0.03)
 
 
 def test_reading_and_stepping_overlap(S: NamedSharding) -> None:

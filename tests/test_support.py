@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import REPOSITORY, aligned, run_command, run_python
+from support import REPOSITORY, aligned, pairwise, run_command, run_python
 
 LEAVES_A_THREAD = """
 import threading, support
@@ -45,6 +46,89 @@ def test_a_thread_that_outlives_its_test_fails_it(tmp_path: Path) -> None:
     assert "1 failed, 3 passed, 1 error" in done.stdout
     assert "prefetchshard-reader-0 (daemon=True):" in done.stdout
     assert "threading.py" in done.stdout
+
+
+FAILS_ALONE = """
+import asyncio, gc, threading
+import numpy as np, pytest
+import prefetchshard as ps
+import support
+from support import loader_threads, no_threads, wait_until
+
+support.PATIENCE_SECONDS = 0.5
+never = threading.Event()
+
+class Held:
+    pass
+
+def source():
+    yield np.ones(8)
+    never.wait()
+
+async def async_source():
+    yield np.ones(8)
+    await asyncio.sleep(3600)
+
+def stuck(x):
+    never.wait()
+
+class Noisy:
+    def __del__(self):
+        raise ValueError("from a finaliser")
+
+@pytest.mark.parametrize("make", [
+    lambda: ps.prefetch(source()),
+    lambda: ps.prefetch(source),
+    lambda: ps.prefetch(async_source()),
+    lambda: ps.Loader(np.arange(64), batch_size=8, transform=stuck, workers=3),
+])
+def test_fails_while_its_source_blocks(make):
+    held, noisy = Held(), Noisy()
+    iterator = iter(make())
+    wait_until(lambda: len(loader_threads()) >= 2)
+    assert False, (held, noisy)
+
+def test_leaves_a_run_and_passes():
+    test_leaves_a_run_and_passes.iterator = iter(ps.prefetch(source()))
+
+def test_begins_without_threads():
+    assert no_threads()
+    assert loader_threads() == []
+
+def test_nothing_is_held():
+    gc.collect()
+    assert not [value for value in gc.get_objects() if type(value) is Held]
+
+def test_uses_a_loader():
+    with ps.prefetch([np.ones(8)] * 4) as loader:
+        assert len(list(loader)) == 4
+    assert no_threads()
+"""
+
+
+def test_a_test_that_fails_fails_alone(tmp_path: Path) -> None:
+    """It holds a loader whose source never returns: its threads stay, and no other test is blamed for them."""
+    (tmp_path / "test_fails.py").write_text(FAILS_ALONE)
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "conftest", "-c", str(REPOSITORY / "pyproject.toml"), str(tmp_path), "-rEf"]
+    done = run_command(command, env={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])})
+    bad = [
+        line.split(" - ")[0].split("::")[-1].split("[")[0] for line in done.stdout.splitlines() if line.startswith(("ERROR ", "FAILED "))
+    ]
+    assert sorted(bad) == ["test_fails_while_its_source_blocks"] * 4 + ["test_leaves_a_run_and_passes"], done.stdout
+    assert "4 failed, 4 passed, 1 error" in done.stdout
+    assert "never.wait()" in done.stdout
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (9, 8), (11, 3, 2, 2), (7, 3, 2), (2, 2, 2, 2, 2), (4, 1, 3)])
+def test_each_two_values_meet(sizes: tuple[int, ...]) -> None:
+    lists = [[f"{name}{i}" for i in range(size)] for name, size in zip("abcde", sizes, strict=False)]
+    rows = pairwise(*lists)
+    for one, other in itertools.combinations(range(len(lists)), 2):
+        assert {(row[one], row[other]) for row in rows} == set(itertools.product(lists[one], lists[other]))
+    largest, second = sorted(sizes)[-1], sorted(sizes)[-2]
+    assert largest * second <= len(rows) <= 2 * largest * second
+    assert rows == pairwise(*lists)
 
 
 @pytest.mark.parametrize("offset", [0, 4])

@@ -52,7 +52,7 @@ class EpochEnd:
         home_thread: the thread whose event loop pulls the source; it must not wait for the answer.
     """
 
-    __slots__ = ("_home_thread", "_known", "_waiters")
+    __slots__ = ("__weakref__", "_home_thread", "_known", "_waiters")
 
     def __init__(self, known: bool | None = None, home_thread: int | None = None) -> None:
         self._known = known
@@ -91,10 +91,10 @@ class Position:
     """Where a batch stands in the data.
 
     Example:
-        iterator = iter(ps.Loader({"x": np.arange(32)}, batch_size=16))
-        batch = next(iterator)
-        assert iterator.position.rows == 16 and not iterator.position.ends_epoch
-        iterator.close()
+        batches = iter(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
+        list(batches)
+        assert (batches.position.step, batches.position.rows) == (3, 64)
+        assert batches.position.ends_epoch
 
     Attributes:
         after: the place right after the batch, from which a run can go on.

@@ -22,7 +22,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from consumers import WAYS, Consume, consumer
-from prefetchshard.running import run
+from prefetchshard.running import at_exit, closing
 from support import HANG_SECONDS, begin_threads, loader_threads, stacks, threads_left
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -82,14 +82,14 @@ def no_thread_left(request: pytest.FixtureRequest) -> Generator[None]:
     A test that failed by itself is not asked: its traceback holds the frames, hence the loaders, alive.
     """
     begin_threads()
-    earlier = set(run._live)  # pyright: ignore[reportPrivateUsage]
+    earlier = set(at_exit.live)
     yield
     left = [] if request.node.stash.get(_failed, False) else threads_left()
     words = stacks(left)
     if loader_threads():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run, "GIVE_UP_SECONDS", 0.5)
-            run.close_runs(list(run._live - earlier), quietly=True)  # pyright: ignore[reportPrivateUsage]
+            patch.setattr(closing, "GIVE_UP_SECONDS", 0.5)
+            closing.close_runs(list(at_exit.live - earlier), quietly=True)
     if left:
         pytest.fail(f"{len(left)} thread(s) outlived the test:\n{words}", pytrace=False)
 

@@ -21,7 +21,7 @@ def run_uncut(function: Callable[[], object]) -> None:
         RuntimeError: there can be no more threads.
         BaseException: what the function raised.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != threading.main_thread().ident:  # `current_thread` would make a Thread of this one, for ever
         function()
         return
     outcome: list[BaseException | None] = []

@@ -15,9 +15,9 @@ from prefetchshard.base.clock import Clock
 from prefetchshard.base.config import HOST, PerDevice, Settings
 from prefetchshard.base.errors import ConfigError, PrefetchError, UsedUpError
 from prefetchshard.base.jax_context import JaxContext, x64_enabled
-from prefetchshard.base.limits import Limits, within_bytes
 from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.base.specs import LeafSpec
+from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits
 from prefetchshard.leaves.copying import private_copy
 from prefetchshard.measuring.stats import Meters
 from prefetchshard.on_device.store import DeviceRows, RowNumberPlanner
@@ -50,14 +50,6 @@ from prefetchshard.staging.pinned import choose_staging
 
 _jax: Any = jax
 
-IN_FLIGHT = {"cpu": 2}
-
-BURST_BYTES = 1 << 18
-"""Batches up to this size go in bursts on the CPU backend, where nothing of them is waited for."""
-
-BURST_SLOTS = 5
-"""At least so many for batches that go in bursts."""
-
 MOST_WORKERS = 16
 """More threads bring nothing or lose: they wait for each other to give the interpreter's lock back."""
 
@@ -87,8 +79,7 @@ class RunFactory:
         self._order = self._make_order()
         self._specs: dict[bool, tuple[LeafSpec, ...]] = {}  # by whether x64 is in force: the dtypes depend on it
         self._device = self._rules.device()
-        self._most_bytes = self._most_device_bytes = 0  # of a batch so far
-        self._limits = self._choose_limits()
+        self._limits = self._make_limits()
         self._ring: Staging | None = None
         self._device_rows: tuple[bool, DeviceRows] | None = None  # by whether x64 is in force
         self.fingerprint = fingerprint_of(settings, self._source, self.batch_size)
@@ -154,7 +145,7 @@ class RunFactory:
         if settings.pad is not None and hasattr(tree, "keys"):
             check_mask_key(settings.pad, tree)
         tree_of_arrays = self._rules.flatten_arrays(tree)
-        planner = self._planner(x64, _nothing if isinstance(source, DeviceArrays) else self._fit)
+        planner = self._planner(x64, _nothing if isinstance(source, DeviceArrays) else self._limits.fit)
         plan = planner.placed(host := planner.for_arrays(source.leaves, tree_of_arrays), host.rows)
         if isinstance(source, DeviceArrays):
             self._plan_device_rows(source, plan, x64)
@@ -165,9 +156,10 @@ class RunFactory:
         """Where the rows are gathered on the devices: where the arrays lie there, and that there is room for them."""
         rows = DeviceRows(source, plan)
         self._device_rows = x64, rows
-        planner = self._number_planner(rows, x64, self._fit)
+        self._limits.rows_on_devices_bytes = sum(leaf.bytes_per_device for leaf in plan.spec())
+        planner = self._number_planner(rows, x64, self._limits.fit)
         planner.placed(host := planner.for_arrays(rows.numbers.leaves, rows.rules.flatten_arrays(rows.numbers.tree)), host.rows)
-        rows.check_memory(self._limits.depth + self._limits.in_flight + 1)
+        rows.check_memory(self._limits.now.depth + self._limits.now.in_flight + 1)
 
     def _rows_on_devices(self, x64: bool) -> DeviceRows | None:
         """The arrays on the devices, put there by the first run; by a later one anew where other dtypes are in force."""
@@ -191,17 +183,17 @@ class RunFactory:
             return min(MOST_WORKERS, cpus)
         return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
 
-    def _choose_limits(self, *, planned: bool = False) -> Limits:
-        settings = self._settings
-        in_flight = IN_FLIGHT.get(self._device.platform, MOST_IN_FLIGHT)
-        slots = in_flight + self._batches_read_at_once()
-        if planned and self._goes_in_bursts():
-            slots = max(slots, BURST_SLOTS)
-        return Limits(settings.depth, in_flight, slots)
-
-    def _goes_in_bursts(self) -> bool:
-        """Whether all batches so far were small: the limits never widen again after a large one."""
-        return self._device.platform == "cpu" and self._most_bytes <= BURST_BYTES
+    def _make_limits(self) -> BatchLimits:
+        # A batch that is short waits until the source was asked for the one after it, for which there must be room
+        holds_back = not isinstance(self._source, (Arrays, Dataset)) and self.batch_size is None and self._settings.pad is None
+        platform = self._device.platform
+        return BatchLimits(
+            self._settings,
+            in_flight=IN_FLIGHT.get(platform, MOST_IN_FLIGHT),
+            read_at_once=self._batches_read_at_once(),
+            least_slots=2 if holds_back else 1,
+            small_grow=platform == "cpu",
+        )
 
     def _batches_read_at_once(self) -> int:
         """Host batches being read, or read and not on their way yet."""
@@ -218,39 +210,12 @@ class RunFactory:
     @property
     def ahead(self) -> int:
         """The most batches that are ever pulled from the source and not delivered."""
-        return self._limits.ahead
-
-    def _fit(self, host_bytes: int, device_bytes: int) -> Limits:
-        """The limits that keep to the bounds in bytes with batches of this size, and of those before.
-
-        Args:
-            host_bytes: of a batch on the host.
-            device_bytes: of a batch on one device; 0 where it is not known yet.
-        """
-        if self._device_rows is not None and device_bytes:  # what was planned is row numbers
-            device_bytes = sum(leaf.bytes_per_device for leaf in self._device_rows[1].plan.spec())
-        self._most_bytes = max(self._most_bytes, host_bytes)
-        self._most_device_bytes = max(self._most_device_bytes, device_bytes)
-        settings = self._settings
-        self._limits = within_bytes(
-            self._choose_limits(planned=True),
-            batch_bytes=self._most_bytes,
-            device_bytes=self._most_device_bytes,
-            host_memory=settings.host_memory,
-            device_memory=settings.device_memory,
-            least_slots=2 if self._holds_back else 1,
-        )
-        return self._limits
-
-    @property
-    def _holds_back(self) -> bool:
-        """Whether a batch that is short waits until the source was asked for the one after it, for which there must be room."""
-        return not isinstance(self._source, (Arrays, Dataset)) and self.batch_size is None and self._settings.pad is None
+        return self._limits.now.ahead
 
     def _staging(self) -> Staging:
         """The ring, made for the first run and kept between runs."""
         if self._ring is None:
-            self._ring = choose_staging(self._device, self._limits.slots)
+            self._ring = choose_staging(self._device, self._limits.now.slots)
         return self._ring
 
     def _make_order(self) -> EpochOrder | None:
@@ -298,14 +263,14 @@ class RunFactory:
         rows = self._rows_on_devices(context.x64)
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
-        queue = new_queue(self._limits.slots, clock, held_until_release=True)
-        outbox = new_queue(self._limits.depth, clock)
-        transfers = TransferLimits(self._limits.in_flight, waits_apart=self._device.platform != "cpu")
+        limits, now = self._limits, self._limits.now
+        queue = new_queue(now.slots, clock, held_until_release=True)
+        outbox = new_queue(now.depth, clock)
+        transfers = TransferLimits(now.in_flight, waits_apart=self._device.platform != "cpu")
 
         def fit(host_bytes: int, device_bytes: int) -> None:
-            limits = self._fit(host_bytes, device_bytes)
-            queue.capacity, outbox.capacity, transfers.in_flight = limits.slots, limits.depth, limits.in_flight
-            queue.in_bursts = outbox.in_bursts = self._goes_in_bursts()
+            fitting = limits.fit(host_bytes, device_bytes)
+            queue.capacity, outbox.capacity, transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
             queue.senders.wake()  # there may be more room
 
         meters = Meters()

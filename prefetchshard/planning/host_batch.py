@@ -40,7 +40,7 @@ class HostBatch:
         passed: leaves that are not staged, by index: jax.Arrays, lists of keys, and what stays on the host.
         epoch: of the batch.
         examples: that it was made of; None where the source makes the batches.
-        is_last: True where the source is known to have no item after it in this epoch.
+        is_last: whether the source has no item after it in this epoch; None where that is not known.
         ends_epoch: whether it ends its epoch; None where that is not known yet.
         mark: what leads back to the place after it; None where rows are found by number.
         plan: how it is placed and put together again.
@@ -63,7 +63,7 @@ class HostBatch:
         *,
         epoch: int,
         examples: int | None,
-        is_last: bool = False,
+        is_last: bool | None = None,
         ends_epoch: bool | None = None,
         mark: SourceMark | None = None,
     ) -> None:

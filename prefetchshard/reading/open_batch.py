@@ -23,7 +23,7 @@ class OpenBatch:
         first_row: rows of the epoch before it; without `batch_size`, batches.
         examples: how many it is made of; None where the source makes the batches. Set before its last part is done.
         collected: what `collate` gets; None where examples are written as they come.
-        is_last: True where the source is known to have no item after it in this epoch.
+        is_last: whether the source has no item after it in this epoch; None where that is not known.
         ends_epoch: whether it ends its epoch; None where that is not known yet.
         mark: what leads back to the place after it.
         plan: how it lies on the host; None before it is opened.
@@ -43,7 +43,7 @@ class OpenBatch:
         self.first_row = first_row
         self.examples = examples
         self.collected: list[Any] | None = None
-        self.is_last = False
+        self.is_last: bool | None = None
         self.ends_epoch: bool | None = None
         self.mark: SourceMark | None = None
         self.plan: HostPlan | None = None

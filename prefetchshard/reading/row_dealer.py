@@ -48,12 +48,10 @@ class RowDealer:
         self._order = order
         self._worker = Worker(plan, writer, source, tree)
         self._lock = threading.Lock()  # guards _parts, and with it everything that comes next
-        self._parts = self._deal_all()
+        self._parts: Iterator[Part] = self._deal_all()
         self._epoch = plan.start.epoch
         self._began = False
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
-        self._row_seconds = math.inf  # what reading and transforming an example takes
-        self._worker.row_seconds = self._note_row_seconds
         self._part_rows, self._least_rows = self._choose_part_rows()
         self._in_use = _InUse()
         self._dataset = source.dataset if isinstance(source, Dataset) and callable(getattr(source.dataset, "set_epoch", None)) else None
@@ -87,9 +85,11 @@ class RowDealer:
             try:
                 part = next(self._parts, None)
             except BaseException as error:  # noqa: BLE001 - a thread has no caller, and `set_epoch` is the source's code
+                self._parts = iter(())
                 self._plan.out.end(ReadFailure(error, "starting an epoch", self._epoch, of_batch=False))
                 return None
             if part is None:
+                self._parts = iter(())  # it holds this dealer, and with it the source
                 self._plan.out.end()
             elif self._dataset is not None:
                 self._in_use.enter()
@@ -169,16 +169,11 @@ class RowDealer:
         plan = self._plan
         first, self._began = not self._began, True  # the first batch is to come early
         if self._worker.gathers is None:
-            enough = 0 if first else math.ceil(LEAST_PART_SECONDS / self._row_seconds)
+            enough = 0 if first else math.ceil(LEAST_PART_SECONDS / self._worker.row_seconds)
             return max(1, min(count, max(self._part_rows, enough)))
         at_once = max(1, plan.out.capacity - MOST_IN_FLIGHT)
         together = plan.workers if first else -(-plan.workers // at_once)
         return max(self._least_rows, min(self._part_rows, -(-count // together)))
-
-    def _note_row_seconds(self, seconds: float) -> None:
-        # Rather the least, since waiting for the interpreter's lock comes on top, the more the smaller the parts are; but rows that
-        # come from a cache must not stand for all
-        self._row_seconds = max(1e-7, min(2 * self._row_seconds, seconds))
 
     # -- order
 

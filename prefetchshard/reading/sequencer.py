@@ -152,7 +152,7 @@ class Sequencer:
         if self._batch_size is None and not self._pads and first.lacks(batch.host_plan.rows, tree):
             if batch.is_last:
                 self._leave_out(batch)
-            elif batch.ends_epoch is None:
+            elif batch.is_last is None:
                 self._held = batch
             else:
                 self._decide(batch)

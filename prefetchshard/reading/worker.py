@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ class Worker:
         source: for rows that are found by number; None where items are pulled.
         tree: of the arrays' tree, where rows go straight from arrays into batches.
 
+    Attributes:
+        gathers: the arrays, where rows go straight from them into batches.
+        part_done: called after each part.
+        row_seconds: what reading, transforming and writing an example takes.
+
     Thread safety: any thread may call any method.
     """
 
@@ -43,7 +49,7 @@ class Worker:
         is_shared = isinstance(source, Dataset) or (source is None and not plan.reuses_buffers)
         self._copies_first = has_functions and is_shared
         self.part_done: Callable[[], None] | None = None
-        self.row_seconds: Callable[[float], None] | None = None
+        self.row_seconds = math.inf
 
     def work(self, deal: Callable[[], Part | None]) -> None:
         """Do what is dealt out until there is no more."""
@@ -152,8 +158,10 @@ class Worker:
             in_copy += began - done
         writer.finish()
         ended = clock()
-        if numbers and self.row_seconds is not None:
-            self.row_seconds((ended - started) / len(numbers))
+        if numbers:
+            # Rather the least, since waiting for the interpreter's lock comes on top, the more the smaller the parts are; but rows that
+            # come from a cache must not stand for all
+            self.row_seconds = max(1e-7, min(2 * self.row_seconds, (ended - started) / len(numbers)))
         if part.rows is None:
             in_source = 0.0  # measured where it was pulled
         self._meters.add(source=in_source, transform=in_transform, copy=in_copy + ended - began)

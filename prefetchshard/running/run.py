@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from typing import Any
 
 from prefetchshard.base.clock import Clock
@@ -74,7 +75,15 @@ class Run:
         self._pid = os.getpid()
         self._waited = False  # a closer has waited for the threads; the next one need not
         self._close_failures = reader.close_failures
-        self.threads = ThreadGroup(context, reader.helpers, may_begin=self._may_begin, on_fault=outbox.end, on_leave=self._thread_left)
+        # Weakly: the threads of a run that was dropped end, and let go of its source, without the garbage collector
+        this = weakref.ref(self)
+        self.threads = ThreadGroup(
+            context,
+            reader.helpers,
+            may_begin=lambda: (run := this()) is not None and run._may_begin(),
+            on_fault=outbox.end,
+            on_leave=lambda: None if (run := this()) is None else run._thread_left(),
+        )
         for name, body in reader.bodies:
             self.threads.add(name, body)
         for name, body in transfer_bodies(inbox, placer, outbox, meters, pace):

@@ -1,0 +1,69 @@
+"""How many batches may be where, in one loader: from its settings, and from the bytes that batches turn out to take."""
+
+from __future__ import annotations
+
+from prefetchshard.base.config import Settings
+from prefetchshard.base.limits import Limits, within_bytes
+
+IN_FLIGHT = {"cpu": 2}
+"""Transfers under way at once, where that is not `MOST_IN_FLIGHT`."""
+
+SMALL_BYTES = 1 << 18
+"""Batches up to this size wait for nothing on the CPU backend."""
+
+SMALL_SLOTS = 5
+"""At least so many for small batches: more room means fewer turns for the interpreter's lock."""
+
+
+class BatchLimits:
+    """The limits of a loader. They follow the largest batch so far, and never widen again after a large one.
+
+    Holds no source: a run that ended would keep it alive through this.
+
+    Args:
+        settings: of the loader.
+        in_flight: transfers under way at once.
+        read_at_once: host batches that are being read, or are read and not on their way yet.
+        least_slots: batches that must be on the host at once for the run to go on.
+        small_grow: small batches get more slots.
+
+    Attributes:
+        now: the limits in force.
+        rows_on_devices_bytes: of a batch on one device, where what is planned is row numbers (`OnDevice`); else 0.
+    """
+
+    def __init__(self, settings: Settings, *, in_flight: int, read_at_once: int, least_slots: int, small_grow: bool) -> None:
+        self._settings = settings
+        self._in_flight = in_flight
+        self._read_at_once = read_at_once
+        self._least_slots = least_slots
+        self._small_grow = small_grow
+        self._host_bytes = self._device_bytes = 0  # the most so far
+        self.rows_on_devices_bytes = 0
+        self.now = Limits(settings.depth, in_flight, in_flight + read_at_once)
+
+    def fit(self, host_bytes: int, device_bytes: int) -> Limits:
+        """The limits that keep to the bounds in bytes with batches of this size, and of those before.
+
+        Args:
+            host_bytes: of a batch on the host.
+            device_bytes: of a batch on one device; 0 where it is not known yet.
+
+        Raises:
+            ConfigError: not even the least fits; gives the numbers.
+        """
+        self._host_bytes = max(self._host_bytes, host_bytes)
+        self._device_bytes = max(self._device_bytes, (self.rows_on_devices_bytes or device_bytes) if device_bytes else 0)
+        slots = self._in_flight + self._read_at_once
+        if self._small_grow and self._host_bytes <= SMALL_BYTES:
+            slots = max(slots, SMALL_SLOTS)
+        settings = self._settings
+        self.now = within_bytes(
+            Limits(settings.depth, self._in_flight, slots),
+            batch_bytes=self._host_bytes,
+            device_bytes=self._device_bytes,
+            host_memory=settings.host_memory,
+            device_memory=settings.device_memory,
+            least_slots=self._least_slots,
+        )
+        return self.now

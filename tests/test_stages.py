@@ -277,6 +277,28 @@ def test_it_stops_after_the_transfer_that_it_waits_for(apart: bool) -> None:
     assert [line for line in stage.placer.log if line.startswith("land")] == ["land 0"]
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("slots", [1, 2, 3, 6])
+def test_small_batches_are_read_in_bursts_and_none_is_forgotten(slots: int, depth: int) -> None:
+    """Who sends is woken late, but always: also while the consumer takes nothing, and where it takes one at a time."""
+    stage = Stage(apart=False, in_flight=2, depth=depth, slots=slots)
+    stage.inbox.in_bursts = stage.outbox.in_bursts = True
+    count = 40
+    sender = threading.Thread(target=lambda: (stage.send(*range(count)), stage.inbox.end()), daemon=True)
+    sender.start()
+    stage.start()
+    got: list[int] = []
+    for _ in range(count // 2):
+        wait_until(lambda: is_full(stage) or stage.inbox.is_over())  # the consumer is at its step
+        stage.outbox.wait_ready(10)
+        item = stage.outbox.take_nowait()
+        assert item is not EMPTY
+        got.append(item.batch)
+    got += stage.take()  # now it is the fast one
+    assert got == list(range(count))
+    assert stage.has_ended()
+
+
 def is_full(stage: Stage) -> bool:
     host, ready = stage.inbox.stats(), stage.outbox.stats()
     return host.held == host.capacity and ready.held == ready.capacity

@@ -25,16 +25,19 @@ class Waker(Protocol):
 class Waiters:
     """Waiters for one kind of change.
 
+    Attributes:
+        parked: the wakers of those that wait now.
+
     Thread safety: every method may be called from any thread; `wake` also from a finaliser or a signal handler.
     """
 
-    __slots__ = ("_parked",)
+    __slots__ = ("parked",)
 
     def __init__(self) -> None:
-        self._parked: deque[Waker] = deque()
+        self.parked: deque[Waker] = deque()
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self.parked)
 
     def wait(self, ready: Callable[[], bool], timeout_seconds: float | None = None, clock: Clock = MONOTONIC) -> bool:
         """Wait until `ready()`; what makes it true must call `wake` afterwards. Returns False where the time ran out.
@@ -46,7 +49,7 @@ class Waiters:
             waker = _thread.allocate_lock()
             waker.acquire()
             try:
-                self._parked.append(waker)
+                self.parked.append(waker)
                 if ready():
                     return True
                 if deadline is None:
@@ -61,18 +64,18 @@ class Waiters:
 
     def park(self, waker: Waker) -> None:
         """Add a waker; the caller must look again after this whether it still has to wait."""
-        self._parked.append(waker)
+        self.parked.append(waker)
 
     def leave(self, waker: Waker) -> None:
         """Take a waker back that is no longer needed (it may have been woken meanwhile)."""
         try:
-            self._parked.remove(waker)
+            self.parked.remove(waker)
         except ValueError:
             pass
 
     def wake(self) -> None:
         """Release every waiter. Never blocks, takes no lock."""
-        parked = self._parked
+        parked = self.parked
         for _ in range(len(parked)):  # who parks from now on sees the change
             try:
                 waker = parked[0]

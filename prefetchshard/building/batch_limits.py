@@ -9,10 +9,10 @@ IN_FLIGHT = {"cpu": 2}
 """Transfers under way at once, where that is not `MOST_IN_FLIGHT`."""
 
 SMALL_BYTES = 1 << 18
-"""Batches up to this size wait for nothing on the CPU backend."""
+"""Batches up to this size go in bursts on the CPU backend, where nothing of them is waited for."""
 
 SMALL_SLOTS = 5
-"""At least so many for small batches: more room means fewer turns for the interpreter's lock."""
+"""At least so many for batches that go in bursts."""
 
 
 class BatchLimits:
@@ -25,22 +25,27 @@ class BatchLimits:
         in_flight: transfers under way at once.
         read_at_once: host batches that are being read, or are read and not on their way yet.
         least_slots: batches that must be on the host at once for the run to go on.
-        small_grow: small batches get more slots.
+        small_go_in_bursts: small batches wait for nothing, so that handing over is what they cost.
 
     Attributes:
         now: the limits in force.
         rows_on_devices_bytes: of a batch on one device, where what is planned is row numbers (`OnDevice`); else 0.
     """
 
-    def __init__(self, settings: Settings, *, in_flight: int, read_at_once: int, least_slots: int, small_grow: bool) -> None:
+    def __init__(self, settings: Settings, *, in_flight: int, read_at_once: int, least_slots: int, small_go_in_bursts: bool) -> None:
         self._settings = settings
         self._in_flight = in_flight
         self._read_at_once = read_at_once
         self._least_slots = least_slots
-        self._small_grow = small_grow
+        self._small_go_in_bursts = small_go_in_bursts
         self._host_bytes = self._device_bytes = 0  # the most so far
         self.rows_on_devices_bytes = 0
         self.now = Limits(settings.depth, in_flight, in_flight + read_at_once)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all batches so far were small, on a backend where they go in bursts."""
+        return self._small_go_in_bursts and self._host_bytes <= SMALL_BYTES
 
     def fit(self, host_bytes: int, device_bytes: int) -> Limits:
         """The limits that keep to the bounds in bytes with batches of this size, and of those before.
@@ -55,7 +60,7 @@ class BatchLimits:
         self._host_bytes = max(self._host_bytes, host_bytes)
         self._device_bytes = max(self._device_bytes, (self.rows_on_devices_bytes or device_bytes) if device_bytes else 0)
         slots = self._in_flight + self._read_at_once
-        if self._small_grow and self._host_bytes <= SMALL_BYTES:
+        if self.is_small:
             slots = max(slots, SMALL_SLOTS)
         settings = self._settings
         self.now = within_bytes(

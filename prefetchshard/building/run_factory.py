@@ -192,7 +192,7 @@ class RunFactory:
             in_flight=IN_FLIGHT.get(platform, MOST_IN_FLIGHT),
             read_at_once=self._batches_read_at_once(),
             least_slots=2 if holds_back else 1,
-            small_grow=platform == "cpu",
+            small_go_in_bursts=platform == "cpu",
         )
 
     def _batches_read_at_once(self) -> int:
@@ -271,6 +271,7 @@ class RunFactory:
         def fit(host_bytes: int, device_bytes: int) -> None:
             fitting = limits.fit(host_bytes, device_bytes)
             queue.capacity, outbox.capacity, transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
+            queue.in_bursts = outbox.in_bursts = limits.is_small
             queue.senders.wake()  # there may be more room
 
         meters = Meters()

@@ -20,6 +20,10 @@ _OPAQUE_BYTES = (bytearray, mmap.mmap)
 _NO_FORM = {"float6_e2m3fn", "float6_e3m2fn", "complex32", "bcomplex32"}  # of ml_dtypes, unknown to JAX's runtime
 
 
+NUMPY_SCALARS: frozenset[type] = frozenset(kind for kind in cast("Any", np.sctypeDict).values() if issubclass(kind, (np.bool_, np.number)))
+"""NumPy's own numbers, which have a dtype and a shape as arrays do."""
+
+
 def as_array(leaf: Any, path: str = "") -> AnyArray:
     """The leaf as a NumPy array, sharing its memory where that can be.
 

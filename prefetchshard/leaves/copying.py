@@ -16,9 +16,10 @@ import numpy as np
 from prefetchshard.base.errors import SourceError
 from prefetchshard.base.jax_types import tree_flatten, tree_structure
 from prefetchshard.base.memory import AnyArray
-from prefetchshard.leaves.converting import is_a
+from prefetchshard.leaves.converting import NUMPY_SCALARS, is_a
 
 _LEAF = tree_structure(0)
+_ATOMS = NUMPY_SCALARS | {str, bytes, bool, int, float, complex, type(None)}
 _IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic, jax.Array)
 
 
@@ -33,12 +34,19 @@ def private_copy(value: Any, *, deep: bool = False) -> Any:
         SourceError: `deep`, and there is an object that cannot be copied.
     """
     kind = cast("Any", type(value))
-    if _is_immutable(value):
+    if kind is dict:  # most examples are one: their numbers and arrays cost no call each
+        copies: dict[Any, Any] = {}
+        for key, part in value.items():
+            of: Any = type(part)
+            if of is np.ndarray and not part.dtype.hasobject:
+                copies[key] = part.copy()
+            else:
+                copies[key] = part if of in _ATOMS else private_copy(part, deep=deep)
+        return copies
+    if kind in _ATOMS or _is_immutable(value):
         return value
     if is_a(value, np.ndarray):
         return _own_array(value, deep)
-    if kind is dict:
-        return {k: private_copy(v, deep=deep) for k, v in value.items()}
     if kind is list:
         return [private_copy(v, deep=deep) for v in value]
     if kind is memoryview:

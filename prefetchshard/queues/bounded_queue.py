@@ -28,6 +28,11 @@ EMPTY: Final = _Empty.EMPTY
 EmptyType: TypeAlias = Literal[_Empty.EMPTY]
 
 
+BURST_SECONDS = 0.001
+"""How long who waits may be left out in favour of a burst. Measured with `bench/handover.py` on two cores, alternating: 1.12 to 1.19 times the
+loop by hand with bursts, 1.46 to 1.56 without."""
+
+
 class QueueStats(msgspec.Struct, frozen=True):
     """One look at a queue.
 
@@ -67,7 +72,7 @@ class Ticket(Generic[T]):
         """Fill the place."""
         self.item = item
         self.settled = True
-        self._queue.receivers.wake()
+        self._queue.tell_receivers()
 
     def fail(self, failure: BaseException) -> None:
         """End the queue at this place: what was reserved before still comes, then the failure."""
@@ -94,14 +99,19 @@ class BoundedQueue(Generic[T]):
 
     Attributes:
         cancelled: nothing more is wanted; set by `cancel` alone.
+        in_bursts: the items are small, so that taking turns for the interpreter's lock costs more than making them. Who waits is then left
+            waiting for up to `BURST_SECONDS`, unless the queue is full or holds one item at most. May be set at any time.
         senders: that wait for room.
         receivers: that wait for an item, event loops too.
     """
 
     def __init__(self, capacity: int, *, held_until_release: bool = False, clock: Clock = MONOTONIC) -> None:
         self.capacity = capacity
+        self.in_bursts = False
         self.senders = Waiters()
         self.receivers = Waiters()
+        self._lazy_senders = Waiters()
+        self._lazy_receivers = Waiters()
         self._held_until_release = held_until_release
         self._clock = clock
         # Two locks: a signal handler that interrupts a receiver while it holds its lock may close the run, and waits for the senders.
@@ -130,7 +140,8 @@ class BoundedQueue(Generic[T]):
                         self._line.append(ticket)
                         return ticket
             began = self._clock()
-            self.senders.wait(self._can_reserve)
+            if not (self.in_bursts and self._lazy_senders.wait(self._can_reserve, BURST_SECONDS)):
+                self.senders.wait(self._can_reserve)
             waited = self._clock() - began
             with self._sending:
                 self._backpressure_seconds += waited
@@ -170,7 +181,8 @@ class BoundedQueue(Generic[T]):
         """Wait until an item can be taken. False: none will come (see `is_over`), the time ran out, or another receiver was faster."""
         if not self._settled():
             began = self._clock()
-            self.receivers.wait(self._settled, timeout_seconds, self._clock)
+            if not (self.in_bursts and timeout_seconds is None and self._lazy_receivers.wait(self._settled, BURST_SECONDS)):
+                self.receivers.wait(self._settled, timeout_seconds, self._clock)
             waited = self._clock() - began
             with self._receiving:
                 self._starved_seconds += waited
@@ -191,7 +203,7 @@ class BoundedQueue(Generic[T]):
                 del line[0]
                 self._taken += 1
             if not self._held_until_release:
-                self.senders.wake()
+                self._tell_senders()
         except BaseException:  # Ctrl-C
             if ticket is not None:
                 self._put_back(ticket)
@@ -234,7 +246,7 @@ class BoundedQueue(Generic[T]):
         """What an item taken earlier held is free again."""
         with self._receiving:
             self._unreleased -= 1
-        self.senders.wake()
+        self._tell_senders()
 
     def cancel(self) -> None:
         """Nothing more is wanted: every waiter returns. Never blocks, takes no lock, drops nothing by itself."""
@@ -251,10 +263,21 @@ class BoundedQueue(Generic[T]):
 
     # -- waking
 
+    def tell_receivers(self) -> None:
+        """An item was sent."""
+        self.receivers.wake()
+        if self._lazy_receivers.parked and len(self._line) + self._unreleased >= self.capacity:
+            self._lazy_receivers.wake()
+
+    def _tell_senders(self) -> None:
+        self.senders.wake()
+        if self._lazy_senders.parked and len(self._line) + self._unreleased <= 1:
+            self._lazy_senders.wake()
+
     def _wake_all(self) -> None:
         """Takes no lock."""
-        self.senders.wake()
-        self.receivers.wake()
+        for parking in (self.senders, self._lazy_senders, self.receivers, self._lazy_receivers):
+            parking.wake()
 
     # -- looking
 
@@ -293,8 +316,8 @@ class BoundedQueue(Generic[T]):
             len(line) + self._unreleased,
             ready,
             self._taken,
-            len(self.senders),
-            len(self.receivers),
+            len(self.senders) + len(self._lazy_senders),
+            len(self.receivers) + len(self._lazy_receivers),
             self._backpressure_seconds,
             self._starved_seconds,
         )

@@ -10,7 +10,7 @@ import numpy as np
 from prefetchshard.base.config import Narrow
 from prefetchshard.base.errors import BatchError
 from prefetchshard.base.memory import AnyArray
-from prefetchshard.leaves.converting import as_array, check_example, check_key
+from prefetchshard.leaves.converting import NUMPY_SCALARS, as_array, check_example, check_key
 from prefetchshard.leaves.narrowing import store
 from prefetchshard.leaves.on_host import stack_on_host
 from prefetchshard.planning.plan import HostPlan, Kind, Leaf
@@ -162,7 +162,8 @@ class ExampleWriter:
             if leaf.kind is not Kind.STAGED:
                 self._pass(j, leaf, value)
                 continue
-            array = value if type(value) is np.ndarray else as_array(value, leaf.path)
+            kind: Any = type(value)
+            array = value if kind is np.ndarray or kind in NUMPY_SCALARS else as_array(value, leaf.path)
             if array.dtype != leaf.dtype or array.shape != leaf.example:
                 check_example(leaf.path, batch.first_row + row, array, leaf.example, leaf.dtype)
             if leaf.is_narrowed:

@@ -73,7 +73,7 @@ def trouble_with(block: Block, first: Block) -> str | None:
     except BaseException:  # noqa: BLE001 - whatever a block raises is reported, and the others are run
         return traceback.format_exc()
     namespace.clear()
-    left = threads_left(set())
+    left = threads_left()
     return f"threads left:\n{stacks(left)}" if left else None
 
 

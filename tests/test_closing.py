@@ -228,7 +228,7 @@ def test_the_finaliser_takes_no_lock_and_waits_for_nobody(S: NamedSharding, monk
     cycle.append(cycle)
     assert gate.inside.wait(HANG_SECONDS)
     run = cycle[0].run
-    for waits in ("close_runs", "_join"):
+    for waits in ("close_runs", "join"):
         monkeypatch.setattr(f"prefetchshard.running.closing.{waits}", lambda *_, **__: pytest.fail("it waits"))
     gc.disable()
     try:
@@ -399,7 +399,7 @@ def test_a_signal_handler_may_close_while_its_thread_closes(S: NamedSharding, mo
     closing = threading.get_ident()
 
     def send() -> None:
-        wait_until(lambda: "_join" in called_in(closing))
+        wait_until(lambda: "join" in called_in(closing))
         signal.pthread_kill(closing, signal.SIGUSR1)
 
     old = signal.signal(signal.SIGUSR1, handler)

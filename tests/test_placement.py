@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from prefetchshard.base.config import HOST
 from prefetchshard.base.errors import ConfigError, PlacementError
 from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sharding.leaf_sharding import rows_like
 from prefetchshard.sharding.rules import ShardingRules, resolve
 
 P = PartitionSpec
@@ -437,7 +438,7 @@ def test_where_the_mask_goes() -> None:
     rules = resolve({"a": None, "b": NamedSharding(TWO, P("model", "data"))})
     leaves, structure = rules.flatten({"a": rows(), "b": rows(4)})
     shapes = [leaf.shape for leaf in leaves]
-    assert rules.mask_sharding(rules.shardings(structure, shapes, [np.float32] * 2), shapes) == NamedSharding(TWO, P("model"))
+    assert rows_like(rules.shardings(structure, shapes, [np.float32] * 2), shapes) == NamedSharding(TWO, P("model"))
 
 
 def test_repr_says_where_things_go() -> None:

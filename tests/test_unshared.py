@@ -298,6 +298,6 @@ def test_what_holds_other_objects_is_shared() -> None:
 
 
 def test_without_counts_everything_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefetchshard.leaves.converting._counts_references", False)
+    monkeypatch.setattr("prefetchshard.leaves.copying._counts_references", False)
     leaves = [fresh(0)]
     assert not are_unshared(leaves)

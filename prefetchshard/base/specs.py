@@ -18,6 +18,10 @@ class LeafSpec(msgspec.Struct, frozen=True):
         dtype: on the devices.
         sharding: a `jax.sharding.Sharding`, or `ps.HOST`.
         bytes_per_device: what one device holds of it.
+
+    Example:
+        spec = ps.Loader({"x": np.zeros((64, 3), np.float32)}, P("data"), batch_size=16).spec()
+        assert spec["x"].shape == (16, 3)
     """
 
     path: str
@@ -33,6 +37,11 @@ class BatchSpec(Mapping[str, LeafSpec]):
     Attributes:
         ahead: the most batches that are ever pulled from the source and not yet delivered.
         bytes_per_device: what one device holds of one batch.
+
+    Example:
+        spec = ps.Loader({"x": np.zeros((64, 3), np.float32)}, P("data"), batch_size=16).spec()
+        assert list(spec) == ["x"]
+        print(spec.bytes_per_device, spec)
     """
 
     def __init__(self, leaves: tuple[LeafSpec, ...], ahead: int) -> None:

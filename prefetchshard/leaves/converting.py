@@ -20,7 +20,7 @@ _OPAQUE_BYTES = (bytearray, mmap.mmap)
 _NO_FORM = {"float6_e2m3fn", "float6_e3m2fn", "complex32", "bcomplex32"}  # of ml_dtypes, unknown to JAX's runtime
 
 
-NUMPY_SCALARS: frozenset[type] = frozenset(kind for kind in cast("Any", np.sctypeDict).values() if issubclass(kind, (np.bool_, np.number)))
+NUMPY_SCALARS: frozenset[type] = frozenset(cast("Any", kind) for kind in np.sctypeDict.values() if issubclass(kind, (np.bool_, np.number)))
 """NumPy's own numbers, which have a dtype and a shape as arrays do."""
 
 

@@ -37,7 +37,7 @@ def private_copy(value: Any, *, deep: bool = False) -> Any:
     if kind is dict:  # most examples are one: their numbers and arrays cost no call each
         copies: dict[Any, Any] = {}
         for key, part in value.items():
-            of: Any = type(part)
+            of: Any = type(part)  # pyright: ignore[reportUnknownVariableType]
             if of is np.ndarray and not part.dtype.hasobject:
                 copies[key] = part.copy()
             else:

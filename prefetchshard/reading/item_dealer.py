@@ -181,7 +181,8 @@ class ItemDealer:
             writer.write(item)
         else:
             row = size
-        writer.finish()
+        if row == size or self._plan.pads:  # what is dropped need not fit
+            writer.finish()
         return row
 
     def _fill_by_workers(self, batch: OpenBatch, size: int) -> int:

@@ -162,7 +162,7 @@ class ExampleWriter:
             if leaf.kind is not Kind.STAGED:
                 self._pass(j, leaf, value)
                 continue
-            kind: Any = type(value)
+            kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
             array = value if kind is np.ndarray or kind in NUMPY_SCALARS else as_array(value, leaf.path)
             if array.dtype != leaf.dtype or array.shape != leaf.example:
                 check_example(leaf.path, batch.first_row + row, array, leaf.example, leaf.dtype)

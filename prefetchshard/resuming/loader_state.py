@@ -63,11 +63,9 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How far a consumer got, counted in what it was handed, whatever was read ahead: a start point, and what fixed the order of rows.
 
     Example:
-        loader = ps.Loader({"x": np.arange(64)}, batch_size=16)
-        iterator = iter(loader)
-        next(iterator)
-        saved = iterator.state().encode()
-        iterator.close()
+        with ps.Loader({"x": np.arange(64)}, batch_size=16) as loader:
+            next(iter(loader))
+            saved = loader.state().encode()
         rest = ps.Loader({"x": np.arange(64)}, batch_size=16, state=ps.LoaderState.decode(saved))
         assert len(list(rest)) == 3
 

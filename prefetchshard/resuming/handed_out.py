@@ -12,8 +12,6 @@ from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.resuming.loader_state import Fingerprint, LoaderState
 from prefetchshard.sources import Source
-from prefetchshard.sources.arrays import Arrays
-from prefetchshard.sources.dataset import Dataset
 from prefetchshard.sources.iterables import Stream
 from prefetchshard.sources.stateful import find_state_access, refuse_snapshot
 
@@ -67,7 +65,7 @@ def cursor_of(state: object, have: Fingerprint) -> StartPoint:
 
 def fingerprint_of(settings: Settings, source: Source, batch_size: int | None) -> Fingerprint:
     """What fixes the order of the rows that a loader gives."""
-    if isinstance(source, (Arrays, Dataset)):
+    if source.is_numbered is True:
         kind, length = "random access", source.length  # the same rows as arrays or as a list have the same order
     else:
         kind, length = "iterator", None if source.one_shot else _length_of(source)
@@ -96,7 +94,7 @@ def _seed_as_kept(seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(seed.to_bytes(seed.bit_length() // 8 + 1, "little"), digest_size=32).digest(), "little")
 
 
-def check_rows(cursor: StartPoint, order: EpochOrder, settings: Settings, batch_size: int | None) -> None:
+def check_rows_left(cursor: StartPoint, order: EpochOrder, settings: Settings, batch_size: int | None) -> None:
     """Whether rows by number can go on from here.
 
     Raises:

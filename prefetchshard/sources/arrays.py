@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -27,11 +27,23 @@ class Arrays:
     """A tree of arrays of one leading size.
 
     Attributes:
+        is_numbered: its rows are found by number.
+        is_memory: they lie in arrays, from which they go straight into batches.
+        stays_on_devices: these arrays are on the devices.
+        shares_items: its items stay what they are; others may be made in a buffer that is used again.
+        one_shot: it can be read once.
+        home: the event loop that it is pulled in, where it is bound to one.
         length: rows.
         leaves: the arrays, in the order of the tree's leaves.
     """
 
     kind = "arrays"
+    is_numbered: Literal[True] = True
+    one_shot: Literal[False] = False
+    home: None = None
+    is_memory: Literal[True] = True
+    stays_on_devices: bool = False
+    shares_items: Literal[False] = False
 
     def __init__(self, tree: Any, leaves: list[AnyArray], length: int) -> None:
         self.tree = tree

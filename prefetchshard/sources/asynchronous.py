@@ -16,7 +16,7 @@ from prefetchshard.base.errors import ConfigError, SourceError
 from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.waiters import Waiters
-from prefetchshard.sources.iterables import END, EndType, OpenSource, length_of
+from prefetchshard.sources.iterables import END, EndType, OpenSource, PulledSource, length_of
 from prefetchshard.sources.stateful import refuse_snapshot
 
 LOOP_THREAD = "prefetchshard-loop"
@@ -286,7 +286,7 @@ class OpenAsyncIterator:
             self._pump.wait_over(self._patience_seconds)
 
 
-class AsyncStream:
+class AsyncStream(PulledSource):
     """Something with `__aiter__`; one-shot where it has `__anext__`."""
 
     kind = "async iterator"

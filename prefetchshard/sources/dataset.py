@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 from prefetchshard.base.errors import SourceError
 
@@ -18,6 +18,12 @@ class Dataset:
     """
 
     kind = "dataset"
+    is_numbered: Literal[True] = True
+    one_shot: Literal[False] = False
+    home: None = None
+    is_memory: Literal[False] = False
+    stays_on_devices: bool = False
+    tree: None = None
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

@@ -58,6 +58,7 @@ class DeviceArrays(Arrays):
     """
 
     kind = "device arrays"
+    stays_on_devices: bool = True
 
     def __init__(self, tree: Any, sharding: Any) -> None:
         found = None if hasattr(tree, "__next__") else find_arrays(jax.tree.map(_as_numpy, tree))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from prefetchshard.base.errors import SourceError, UsedUpError
+from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.signatures import takes_parameter
 from prefetchshard.sources.stateful import StateAccess, find_state_access, refuse_snapshot
 
@@ -54,11 +55,20 @@ class Stream(Protocol):
     Attributes:
         kind: the word for it in states and errors.
         one_shot: it can be read once.
+        is_numbered, is_memory, stays_on_devices, shares_items: as `Arrays` says them; none is so of what is pulled.
+        home: the event loop that it is pulled in, where it is bound to one.
         length: items of an epoch, where known.
     """
 
     kind: str
     one_shot: bool
+    is_numbered: Literal[False]
+    is_memory: Literal[False]
+    stays_on_devices: bool
+    shares_items: Literal[False]
+
+    @property
+    def home(self) -> HomeLoop | None: ...
 
     @property
     def length(self) -> int | None: ...
@@ -147,7 +157,17 @@ class _Last:
         return again
 
 
-class IterableStream:
+class PulledSource:
+    """What is so of every source that is pulled."""
+
+    is_numbered: Literal[False] = False
+    is_memory: Literal[False] = False
+    stays_on_devices: bool = False
+    shares_items: Literal[False] = False
+    home: HomeLoop | None = None
+
+
+class IterableStream(PulledSource):
     """Something with `__iter__` (opened once an epoch) or `__next__` (one-shot), which may tell its own state."""
 
     def __init__(self, iterable: Any) -> None:
@@ -184,7 +204,7 @@ class IterableStream:
         return OpenIterator(iterator, ours=True, again=self._last.is_again(iterator), access=access, on_close=on_close)
 
 
-class FactoryStream:
+class FactoryStream(PulledSource):
     """A callable that returns a new source for each epoch."""
 
     kind = "factory"

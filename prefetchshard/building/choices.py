@@ -1,0 +1,91 @@
+"""What a loader chooses by itself: threads, order, room."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from prefetchshard.base.config import Settings
+from prefetchshard.base.errors import ConfigError
+from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits
+from prefetchshard.leaves.copying import private_copy
+from prefetchshard.ordering.epoch_order import EpochOrder
+from prefetchshard.reading.reading_plan import MOST_IN_FLIGHT, cpu_count
+from prefetchshard.sharding.batch_tree import in_brackets, leaf_paths
+from prefetchshard.sources import Source
+
+MOST_WORKERS = 16
+"""More threads bring nothing or lose: they wait for each other to give the interpreter's lock back."""
+
+
+def choose_workers(source: Source, settings: Settings) -> int:
+    """Reader threads."""
+    if settings.workers != "auto":
+        return settings.workers
+    if source.stays_on_devices:
+        return 1  # which writes row numbers
+    cpus = cpu_count()
+    if source.is_memory and settings.transform is None:
+        return min(MOST_WORKERS, cpus)
+    return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
+
+
+def make_order(source: Source, settings: Settings, batch_size: int | None) -> EpochOrder | None:
+    """The order of the rows; None where items are pulled.
+
+    Raises:
+        ConfigError: the rows make no whole batches, and remainder="error".
+    """
+    if source.is_numbered is False:
+        return None
+    drop = settings.remainder == "drop" and batch_size is not None
+    order = EpochOrder(source.length, batch_size or 1, drop=drop, shuffle=settings.shuffle, seed=settings.seed)
+    if settings.remainder == "error" and batch_size and order.length % batch_size:
+        leaves = in_brackets(leaf_paths(source.tree)) if source.is_memory else ""
+        raise ConfigError(
+            f"the source{leaves} has {order.length} rows, no multiple of batch_size={batch_size}, and remainder='error': the last batch "
+            f"would have {order.length % batch_size}; drop it (remainder='drop') or fill it up under a mask (remainder='pad')"
+        )
+    return order
+
+
+def make_limits(source: Source, settings: Settings, *, batch_size: int | None, workers: int, platform: str) -> BatchLimits:
+    """How many batches may be where."""
+    # A batch that is short waits until the source was asked for the one after it, for which there must be room
+    holds_back = source.is_numbered is False and batch_size is None and settings.pad is None
+    return BatchLimits(
+        settings,
+        in_flight=IN_FLIGHT.get(platform, MOST_IN_FLIGHT),
+        read_at_once=_batches_read_at_once(source, settings, batch_size, workers),
+        least_slots=2 if holds_back else 1,
+        small_go_in_bursts=platform == "cpu",
+    )
+
+
+def _batches_read_at_once(source: Source, settings: Settings, batch_size: int | None, workers: int) -> int:
+    """Host batches being read, or read and not on their way yet."""
+    has_functions = settings.transform is not None or settings.collate is not None
+    if source.is_memory and settings.transform is None:
+        return 1 + workers  # a batch may be one worker's
+    if batch_size is None and (source.is_numbered is True or has_functions):
+        return 1 + workers
+    if source.is_numbered is True:
+        return 2
+    # Where the source always goes on while the last item is still being copied, one more covers the waits for the interpreter's lock.
+    return 2 if has_functions or not settings.reuses_buffers else 1
+
+
+def keeper(source: Source, settings: Settings) -> Callable[[Any], Any]:
+    """How what stays on the host is kept from being overwritten by the source."""
+    if not settings.reuses_buffers or source.shares_items:
+        return lambda value: value
+    return private_copy if source.is_numbered is True else functools.partial(private_copy, deep=True)
+
+
+def describe(source: Source, batch_size: int | None) -> str:
+    """The source in words."""
+    if source.is_numbered is True:
+        return f"{source.kind} of {source.length} {'batches' if batch_size is None else 'rows'}"
+    article = "a one-shot" if source.one_shot else "an" if source.kind[0] in "aeiou" else "a"
+    return f"{article} {source.kind}"

@@ -591,3 +591,56 @@ def test_padding_keeps_the_bits_of_arrays_on_the_devices(dtype: str, S: NamedSha
     source = [jnp.asarray(rows[start : start + 800]) for start in (0, 800, 1600)]
     got = np.concatenate([np.asarray(batch)[np.asarray(mask)] for batch, mask in ps.prefetch(source, S, remainder=ps.Pad(value=1))])
     assert got.tobytes() == rows.tobytes()
+
+
+# -- what is left out need not fit
+
+
+WIDE = [{"x": np.ones(8, np.int64)}, {"x": np.full(4, 2**40)}]  # no 32 bits hold the second
+TEXT = [{"x": np.ones(8)}, {"x": np.array(["a"] * 4)}]
+
+
+@pytest.mark.parametrize("batches", [WIDE, TEXT], ids=["narrowing", "text"])
+@pytest.mark.parametrize("options", [{}, {"transform": lambda batch: batch}], ids=["plain", "by workers"])
+@pytest.mark.parametrize("kind", ["list", "generator", "factory"])
+def test_a_short_last_batch_that_is_left_out_need_not_fit(kind: str, options: dict[str, Any], batches: list[Any], S: NamedSharding) -> None:
+    assert len(sync(ps.Loader(BY_BATCHES[kind](batches), S, **options))) == 1
+    with pytest.raises(ps.BatchError, match="4 rows shorter"):
+        sync(ps.Loader(BY_BATCHES[kind](batches), S, remainder="error", **options))
+    for longer in ([*batches, batches[0]], [batches[0], {"x": np.concatenate([batches[1]["x"]] * 2)}]):
+        with pytest.raises((ps.NarrowingError, ps.LeafTypeError)) as caught:
+            sync(ps.Loader(BY_BATCHES[kind](longer), S, **options))
+        assert any("batch 1" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("remainder", ["pad", "error"])
+@pytest.mark.parametrize("options", [{}, {"transform": lambda example: example}], ids=["plain", "by workers"])
+def test_the_first_example_of_the_next_batch_tells_that_the_epoch_goes_on(
+    remainder: Any, options: dict[str, Any], S: NamedSharding
+) -> None:
+    goes_on = threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield from x(9)
+        assert goes_on.wait(30)
+        yield from x(7)
+
+    with ps.Loader(source, S, batch_size=8, remainder=remainder, **options) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert iterator.position is not None
+        assert not iterator.position.ends_epoch  # the second batch is not whole yet
+        goes_on.set()
+        assert len(sync(iterator)) == 1
+
+
+def test_after_a_remainder_that_is_an_error_no_further_epoch_is_opened(S: NamedSharding) -> None:
+    opened: list[int] = []
+
+    def source(epoch: int) -> Any:
+        opened.append(epoch)
+        return iter(x(12))
+
+    with pytest.raises(ps.BatchError, match="12 rows"):
+        sync(ps.Loader(source, S, batch_size=8, remainder="error", epochs=5))
+    assert opened == [0]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from prefetchshard.base.memory import AnyArray, Memory
-from prefetchshard.base.position import Position
+from prefetchshard.base.position import EpochEnd, Position
 from prefetchshard.planning.plan import MASK, HostPlan, Kind, Plan
 from prefetchshard.staging.aliased import Staging
 
@@ -43,6 +43,8 @@ class HostBatch:
         is_last: whether the source has no item after it in this epoch; None where that is not known.
         ends_epoch: whether it ends its epoch; None where that is not known yet.
         mark: what leads back to the place after it; None where rows are found by number.
+        end: tells whether it ends its epoch, where the dealer may know that before the sequencer; else None.
+        fault: why it does not fit the devices; raised unless it is left out.
         plan: how it is placed and put together again.
         position: where it stands in the data.
         rows: that count for it, padding not among them; 0 where its leaves have none in common.
@@ -50,7 +52,8 @@ class HostBatch:
     """
 
     __slots__ = (
-        "ends_epoch", "epoch", "examples", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows",
+        "end", "ends_epoch", "epoch", "examples", "fault", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position",
+        "rows",
     )  # fmt: skip
     plan: Plan
     position: Position
@@ -66,7 +69,11 @@ class HostBatch:
         is_last: bool | None = None,
         ends_epoch: bool | None = None,
         mark: SourceMark | None = None,
+        end: EpochEnd | None = None,
+        fault: Exception | None = None,
     ) -> None:
+        self.end = end
+        self.fault = fault
         self.host_plan = host_plan
         self.memory = memory
         self.passed = passed

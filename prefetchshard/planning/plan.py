@@ -93,6 +93,7 @@ class HostPlan:
         staged: indices of the leaves in staging memory, in the order of the memory's views.
         layout: of the staging memory.
         is_made: the source or `collate` made the batch; else it is made of examples, which are its rows.
+        refusal: why no device can hold one of its leaves; raised unless the batch is left out.
         placed: the plans made from it, by the rows that are placed.
     """
 
@@ -103,6 +104,7 @@ class HostPlan:
         self.is_made = is_made
         self.staged = [i for i, leaf in enumerate(leaves) if leaf.kind is Kind.STAGED]
         self.layout = Layout([(leaves[i].shape, leaves[i].target) for i in self.staged])
+        self.refusal: Refusal | None = None
         self.placed: dict[int | None, Plan] = {}
         plain = len(self.staged) == len(leaves) > 0 and all(leaf.dtype == leaf.target for leaf in leaves)
         self._plain = [(leaf.shape, leaf.dtype) for leaf in leaves] if plain else None

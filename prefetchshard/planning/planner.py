@@ -70,7 +70,7 @@ class Planner:
             self._example_leaf(value, path, host, self.rows)
             for value, path, host in zip(values, tree.paths, self.rules.on_host(tree), strict=True)
         ]
-        return self._get(tree, leaves, self.rows)
+        return _accepted(self._get(tree, leaves, self.rows))
 
     def _example_leaf(self, value: Any, path: str, host: bool, rows: int) -> Leaf:
         if host:
@@ -97,10 +97,13 @@ class Planner:
                 except REFUSALS as refusal:
                     leaf.refusal = refusal
             leaves.append(leaf)
-        return self._get(tree, leaves, self.rows)
+        return _accepted(self._get(tree, leaves, self.rows))
 
     def for_batch(self, values: list[Any], tree: BatchTree) -> HostPlan:
-        """The plan of batches like this one, which the source or `collate` made; `values` are its leaves, from `as_host_leaves`."""
+        """The plan of batches like this one, which the source or `collate` made; `values` are its leaves, from `as_host_leaves`.
+
+        Look at its `refusal`: only where the batch is left out is it no error.
+        """
         leaves = [
             self._batch_leaf(value, path, host) for value, path, host in zip(values, tree.paths, self.rules.on_host(tree), strict=True)
         ]
@@ -148,16 +151,21 @@ class Planner:
 
     def _make(self, tree: BatchTree, leaves: list[Leaf], rows: int | None) -> HostPlan:
         found = self.rules.resolved(tree, [leaf.shape for leaf in leaves], [leaf.target for leaf in leaves])
+        refusal: Refusal | None = None
         for leaf, sharding in zip(leaves, found, strict=True):
             if sharding is HOST:
                 leaf.kind = Kind.HOST
-            elif leaf.refusal is not None:
-                raise leaf.refusal
-        if rows is None:
-            return HostPlan(tree, leaves, _find_rows(leaves, found), is_made=True)
-        for leaf in leaves:
-            leaf.has_rows = True
-        return HostPlan(tree, leaves, rows, is_made=False)
+            elif refusal is None:
+                refusal = leaf.refusal
+        is_made = rows is None
+        if is_made:
+            rows = _find_rows(leaves, found)
+        else:
+            for leaf in leaves:
+                leaf.has_rows = True
+        plan = HostPlan(tree, leaves, rows, is_made=is_made)
+        plan.refusal = refusal
+        return plan
 
     # -- how it is placed
 
@@ -175,6 +183,7 @@ class Planner:
         return plan
 
     def _place(self, host: HostPlan, rows: int | None) -> Plan:
+        _accepted(host)
         leaves = [leaf.with_rows(rows) for leaf in host.leaves]
         self._check_cut(rows)
         shapes = [self._checked_shape(leaf) for leaf in leaves]
@@ -210,9 +219,15 @@ class Planner:
             raise PlacementError(f"microbatches={k}: {rows} rows cannot be cut into {k} equal pieces; use a multiple of {k} rows")
 
 
+def _accepted(plan: HostPlan) -> HostPlan:
+    if plan.refusal is not None:
+        raise plan.refusal
+    return plan
+
+
 def _find_rows(leaves: list[Leaf], shardings: Sequence[Any]) -> int | None:
     """Without batch_size the rows are axis 0 of the leaves that are split along it, else the size that all leaves share."""
-    placed = [(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True) if leaf.kind is not Kind.HOST and leaf.shape]
+    placed = [(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not HOST and leaf.shape]
     split = [leaf for leaf, sharding in placed if splits_rows(sharding, len(leaf.shape))]
     with_rows = split or [leaf for leaf, _ in placed]
     sizes = {leaf.path: leaf.shape[0] for leaf in with_rows}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.leaves.copying import are_unshared, private_copy
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
@@ -52,6 +53,7 @@ class ItemDealer:
         self._tell_epoch = tell_epoch
         self._worker = Worker(plan, writer)
         self._items: OpenSource | None = None
+        self._before: EpochEnd | None = None  # of the batch before, in this epoch
         self._closing = threading.Lock()  # guards _items' being closed once
         self.helpers: list[threading.Thread] = []
         self.close_failures: list[BaseException] = []
@@ -148,8 +150,10 @@ class ItemDealer:
         plan, size = self._plan, self._plan.batch_size
         assert size is not None
         first_row = self._source.rows_done(epoch)
+        self._before = None
         while (ticket := plan.out.reserve()) is not None:
             batch = OpenBatch(ticket, epoch, first_row, examples=size)
+            batch.end = EpochEnd(None, self._source.home_thread)
             try:
                 count = self._fill(batch, size)
                 if plan.out.cancelled:
@@ -165,6 +169,7 @@ class ItemDealer:
                 return self._end_examples(batch, count)
             first_row += size
             self._complete(batch)
+            self._before = batch.end
         return False
 
     def _fill(self, batch: OpenBatch, size: int) -> int:
@@ -178,6 +183,8 @@ class ItemDealer:
             item = source.pull(row, size)
             if item is END or cancelled.cancelled:
                 break
+            if row == 0:
+                self._goes_on()
             writer.write(item)
         else:
             row = size
@@ -195,12 +202,19 @@ class ItemDealer:
             if item is END or self._plan.out.cancelled:
                 self._hand_over(batch, chunk, row)
                 return row
+            if row == 0:
+                self._goes_on()
             chunk.append(self._keep(item))
             if len(chunk) == run:
                 self._hand_over(batch, chunk, row + 1)
                 chunk = []
         self._hand_over(batch, chunk, size)
         return size
+
+    def _goes_on(self) -> None:
+        """The epoch has an item more, so the batch before does not end it; under "drop" an item does not make a batch yet."""
+        if self._before is not None and self._plan.remainder != "drop":
+            self._before.settle(False)
 
     def _hand_over(self, batch: OpenBatch, chunk: list[Any], stop: int) -> None:
         if chunk:
@@ -222,6 +236,8 @@ class ItemDealer:
         if count and self._plan.pads:
             batch.examples = count
             batch.is_last = batch.ends_epoch = True
+            if batch.end is not None:
+                batch.end.settle(True)
             self._complete(batch)
             left, ticket = 0, self._plan.out.reserve()
         elif count:
@@ -229,15 +245,18 @@ class ItemDealer:
         if ticket is None:
             return False
         ticket.send(EpochMark(batch.epoch, left, paths))
-        return True
+        return not (left and self._plan.remainder == "error")  # the run is lost: nothing more is asked of the source
 
     # -- batches that the source makes
 
     def _read_batches(self, epoch: int) -> bool:
         plan, source = self._plan, self._source
         number = source.batches_done(epoch)
+        self._before = None
         while (ticket := plan.out.reserve()) is not None:
             batch = OpenBatch(ticket, epoch, number)
+            batch.may_be_left_out = not plan.pads
+            batch.end = EpochEnd(None, self._source.home_thread)
             try:
                 item = source.pull(0, 1)
                 if plan.out.cancelled:
@@ -248,6 +267,7 @@ class ItemDealer:
                     return True
                 batch.mark = source.mark(1, is_whole=True)
                 if self._has_functions:
+                    self._goes_on()
                     batch.expect(1)
                     self._jobs.put(Part(batch, 0, 1, stage="transforming", items=[self._keep(item)]))
                     del item
@@ -260,6 +280,7 @@ class ItemDealer:
                 batch.fail(error, "reading")
                 return False
             number += 1
+            self._before = batch.end
         return False
 
     def _write(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree) -> None:

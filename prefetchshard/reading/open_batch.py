@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.base.memory import AnyArray, Memory
+from prefetchshard.base.position import EpochEnd
 from prefetchshard.leaves.on_host import blank
 from prefetchshard.planning.host_batch import HostBatch, ReadFailure, SourceMark
 from prefetchshard.planning.plan import HostPlan, Kind
@@ -29,12 +30,15 @@ class OpenBatch:
         plan: how it lies on the host; None before it is opened.
         memory: of its staged leaves.
         passed: its other leaves, by index.
+        end: tells whether it ends its epoch, where the dealer may know that before the sequencer; else None.
+        may_be_left_out: it may turn out to be a short last batch, which need not fit the devices.
+        fault: why it does not fit, where it may be left out.
         is_settled: it was sent, failed or dropped.
     """
 
     __slots__ = (
-        "_closed", "_lock", "_parts", "collected", "ends_epoch", "epoch", "examples", "first_row", "is_last", "is_settled", "mark",
-        "memory", "passed", "plan", "ticket",
+        "_closed", "_lock", "_parts", "collected", "end", "ends_epoch", "epoch", "examples", "fault", "first_row", "is_last", "is_settled",
+        "mark", "may_be_left_out", "memory", "passed", "plan", "ticket",
     )  # fmt: skip
 
     def __init__(self, ticket: HostTicket, epoch: int, first_row: int, *, examples: int | None = None) -> None:
@@ -46,6 +50,9 @@ class OpenBatch:
         self.is_last: bool | None = None
         self.ends_epoch: bool | None = None
         self.mark: SourceMark | None = None
+        self.end: EpochEnd | None = None
+        self.may_be_left_out = False
+        self.fault: Exception | None = None
         self.plan: HostPlan | None = None
         self.memory: Memory | None = None
         self.passed: dict[int, Any] = {}
@@ -126,6 +133,8 @@ class OpenBatch:
                 is_last=self.is_last,
                 ends_epoch=self.ends_epoch,
                 mark=self.mark,
+                end=self.end,
+                fault=self.fault,
             )
         )
 

@@ -138,6 +138,7 @@ class RowDealer:
             batch.examples = count
         elif plan.remainder == "drop" and order.length - stop == 1:
             batch.ends_epoch = None  # the last item may turn out short, and be dropped
+        batch.may_be_left_out = plan.batch_size is None and is_last and not plan.pads
         if plan.functions.collate is not None and self._worker.gathers is None:
             batch.collected = [None] * count
         rows = self._rows_at(batch.epoch, start, stop)

@@ -170,6 +170,8 @@ class Sequencer:
         """Give the batch its plan and its position."""
         at = self._at if self._at.epoch == batch.epoch else self._begin(batch.epoch)
         host_plan = batch.host_plan
+        if batch.fault is not None:
+            raise note(batch.fault, "reading", self._position(at, batch, EpochEnd(False)))
         try:
             rows = self._padded_rows(batch) if self._pads else host_plan.rows
             batch.plan = plan = host_plan.placed.get(rows) or self._planner.placed(host_plan, rows)
@@ -182,8 +184,8 @@ class Sequencer:
             raise note(error, "planning", self._position(at, batch, EpochEnd(False)))  # noqa: B904 - it is that error
         if self._open is not None:
             self._open.settle(at.batches == 0)  # the first of its epoch: the one before ended the last epoch
-        end = EpochEnd(batch.ends_epoch, self._home_thread)
-        self._open = end if batch.ends_epoch is None else None
+        end = EpochEnd(batch.ends_epoch, self._home_thread) if batch.end is None else batch.end
+        self._open = None if end.is_known else end
         if self._given_up:
             end.settle(False)
         batch.position = position = self._position(at, batch, end)
@@ -251,10 +253,11 @@ class Sequencer:
             self._meters.add(dropped=mark.left)
         self._settle(True)
         if self._is_endless and at.batches == 0:
-            raise ConfigError(
+            empty = ConfigError(
                 f"epoch {mark.epoch} gave no batch, and epochs=None would go on so for ever: the source is empty"
                 + ("" if self._batch_size is None else f", or has fewer than batch_size={self._batch_size} examples under remainder='drop'")
             )
+            raise of_epoch(empty, "reading the source", mark.epoch)
 
     def _leave_out(self, batch: HostBatch) -> None:
         """What becomes of a last batch that is shorter than the first one, and is not padded.

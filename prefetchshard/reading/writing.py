@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from prefetchshard.base.config import Narrow
-from prefetchshard.base.errors import BatchError
+from prefetchshard.base.errors import BatchError, NarrowingError
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.converting import NUMPY_SCALARS, as_array, check_example, check_key
 from prefetchshard.leaves.narrowing import store
@@ -80,6 +80,12 @@ class Writer:
             kinds = [leaf.kind for leaf in plan.leaves]
             leaves = [leaf if kind is Kind.HOST else array for leaf, array, kind in zip(leaves, arrays, kinds, strict=True)]
         batch.plan = plan  # one thread opens it
+        if plan.refusal is not None:
+            self._recent = None
+            if not batch.may_be_left_out:
+                raise plan.refusal
+            batch.fault = plan.refusal
+            return leaves
         batch.memory = self.staging.lease(plan.layout) if plan.staged else None
         return leaves
 
@@ -91,6 +97,16 @@ class Writer:
         """
         plan = batch.plan
         assert plan is not None
+        if batch.fault is not None:
+            return
+        try:
+            self._copy_share(batch, plan, leaves, first, count)
+        except NarrowingError as error:
+            if not batch.may_be_left_out:
+                raise
+            batch.fault = error
+
+    def _copy_share(self, batch: OpenBatch, plan: HostPlan, leaves: list[Any], first: int, count: int) -> None:
         views = iter(batch.memory.views if batch.memory is not None else ())
         for leaf, value in zip(plan.leaves, leaves, strict=True):
             if leaf.kind is Kind.STAGED:

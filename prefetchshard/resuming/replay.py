@@ -41,6 +41,7 @@ class ReplayedSource:
     Attributes:
         is_inside: whether a thread is in the source's code.
         pull_seconds: of the last item.
+        home_thread: the thread whose event loop the source is pulled in, where it is bound to one.
 
     Thread safety: called by the source's thread; the attributes may be read from any thread.
     """
@@ -51,6 +52,7 @@ class ReplayedSource:
         self.is_inside = False
         self.pull_seconds = 0.0
         self._source = source
+        self.home_thread = None if source.home is None else source.home.thread
         self._start = start
         self._batch_size = batch_size
         self._every = snapshot_every

@@ -131,7 +131,7 @@ class Loader:
         self._asked: LoaderIterator | None = None  # a run that `spec` started, for the next `iter`
         if state is not None:
             self._factory.go_on_from(state)
-        self._last = HandedOut(self._factory.cursor)  # of the run that was started last
+        self._last = HandedOut(self._factory.next_start)  # of the run that was started last
 
     def __iter__(self) -> LoaderIterator:
         self._factory.check_process()
@@ -144,7 +144,7 @@ class Loader:
         return iter(self)
 
     def _start(self) -> LoaderIterator:
-        iterator = LoaderIterator(self._factory, self._factory.cursor)
+        iterator = LoaderIterator(self._factory, self._factory.next_start)
         self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
         self._runs.append((weakref.ref(iterator), iterator.run))
         self._last = iterator.progress

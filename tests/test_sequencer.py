@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from prefetchshard.base.config import Pad
-from prefetchshard.base.position import StartPoint
+from prefetchshard.base.position import EpochEnd, StartPoint
 from prefetchshard.measuring.stats import Meters
 from prefetchshard.planning.host_batch import EpochMark, HostBatch, ReadFailure, SourceMark
 from prefetchshard.planning.planner import Planner
@@ -40,7 +40,6 @@ class Line:
             batch_size=None,
             remainder=remainder,
             is_endless=is_endless,
-            home_thread=None,
         )
 
     def send(self, rows: int, epoch: int = 0, mark: SourceMark | None = None) -> None:
@@ -48,7 +47,7 @@ class Line:
         plan = self.planner.for_batch(leaves, tree)
         memory = self.staging.lease(plan.layout)
         memory.views[0][:] = leaves[0]
-        assert self.queue.put(HostBatch(plan, memory, {}, epoch=epoch, examples=None, mark=mark))
+        assert self.queue.put(HostBatch(plan, memory, {}, epoch=epoch, examples=None, end=EpochEnd(), mark=mark))
 
     def end_epoch(self, epoch: int = 0) -> None:
         assert self.queue.put(EpochMark(epoch))

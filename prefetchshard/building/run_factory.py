@@ -34,7 +34,7 @@ from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.reading.writing import Writer
-from prefetchshard.resuming.handed_out import check_one_shot, check_rows_left, cursor_of, fingerprint_of, next_run
+from prefetchshard.resuming.handed_out import check_one_shot, check_rows_left, fingerprint_of, next_run, start_point_of
 from prefetchshard.resuming.replay import ReplayedSource
 from prefetchshard.running.run import Run, new_queue
 from prefetchshard.sharding.batch_tree import path_text
@@ -76,7 +76,7 @@ class RunFactory:
         self._ring: Staging | None = None
         self._device_rows: tuple[bool, DeviceRows] | None = None  # by whether x64 is in force
         self.fingerprint = fingerprint_of(settings, self._source, self.batch_size)
-        self.cursor = StartPoint(resumes_by="replay" if self._order is None else "index")
+        self.next_start = StartPoint(resumes_by="replay" if self._order is None else "index")
         self.last_run: Run | None = None
         check_endless(self._source, settings, self._order)
         self._plan_arrays(x64_enabled())
@@ -176,7 +176,6 @@ class RunFactory:
             reuses_buffers=settings.reuses_buffers,
             clock=clock,
         )
-        home = self._source.home
         sequencer = Sequencer(
             queue,
             planner,
@@ -186,7 +185,6 @@ class RunFactory:
             batch_size=self.batch_size,
             remainder=settings.policy,
             is_endless=settings.epochs is None,
-            home_thread=None if home is None else home.thread,
         )
         run = Run(
             self._reader(plan, Writer(planner, staging, keeper(self._source, settings)), self._source if rows is None else rows.numbers),
@@ -220,18 +218,18 @@ class RunFactory:
             ConfigError: it is no state.
             StateError: it does not fit this loader.
         """
-        cursor = cursor_of(state, self.fingerprint)
+        start = start_point_of(state, self.fingerprint)
         if self._order is not None:
-            check_rows_left(cursor, self._order, self._settings, self.batch_size)
+            check_rows_left(start, self._order, self._settings, self.batch_size)
         elif self.one_shot:
-            check_one_shot(cursor, self._given)
-        self.cursor = cursor
+            check_one_shot(start, self._given)
+        self.next_start = start
 
     def ended(self, start: StartPoint, last: Position | None) -> StartPoint:
         """A run ended by itself: the loader stands at the beginning of the next one, which is returned."""
         following = next_run(start, last, self._settings.epochs)
-        if start.run >= self.cursor.run:
-            self.cursor = following
+        if start.run >= self.next_start.run:
+            self.next_start = following
         return following
 
     # -- looking
@@ -290,25 +288,25 @@ class RunFactory:
         epochs = self._settings.epochs
         if epochs is None:
             raise TypeError("a loader with epochs=None has no length")
-        cursor = self.cursor
-        left = cursor.run_epoch + epochs - cursor.epoch
+        start = self.next_start
+        left = start.run_epoch + epochs - start.epoch
         if self._order is not None:
             if left <= 0:
                 return 0
-            done = cursor.rows if self.batch_size is not None else cursor.batches
+            done = start.rows if self.batch_size is not None else start.batches
             steps = self._order.steps(done) + (left - 1) * self._order.steps()
-            return steps - sum(self._drops_last(self._order, cursor.epoch + i) for i in range(left))
+            return steps - sum(self._drops_last(self._order, start.epoch + i) for i in range(left))
         length = self._source.length
         if length is None:
             raise TypeError(f"a loader over {self.describe()} has no length")
         each = length if self.batch_size is None else length // self.batch_size
         if self.batch_size is not None and self._settings.remainder != "drop":
             each = -(-length // self.batch_size)
-        done = cursor.batches
+        done = start.batches
         if self.batch_size is not None and left > 0:  # it may have had another batch size up to here
-            done = each - max(0, length - cursor.rows) // self.batch_size
+            done = each - max(0, length - start.rows) // self.batch_size
             if self._settings.remainder != "drop":
-                done = each - -(-max(0, length - cursor.rows) // self.batch_size)
+                done = each - -(-max(0, length - start.rows) // self.batch_size)
         return max(0, left * each - done)
 
     def _drops_last(self, order: EpochOrder, epoch: int) -> bool:
@@ -317,7 +315,7 @@ class RunFactory:
         looks = self.batch_size is None and settings.remainder == "drop" and settings.transform is None
         if not looks or source.is_numbered is False or not source.shares_items or order.length < 2:
             return False
-        places = ((self.cursor.run_epoch, 0), (epoch, order.length - 1))
+        places = ((self.next_start.run_epoch, 0), (epoch, order.length - 1))
         first, last = (order.rows(epoch, place, place + 1) for epoch, place in places)
         batches = [source.read(row.start if isinstance(row, slice) else int(row[0])) for row in (first, last)]
         planner = self._planner(x64_enabled(), _nothing)
@@ -333,8 +331,8 @@ class RunFactory:
 
     def rest(self) -> str:
         """Where it stands while no run is live, in words."""
-        cursor = self.cursor
-        return f"at rest before run {cursor.run}, epoch {cursor.epoch}, step {cursor.step}"
+        start = self.next_start
+        return f"at rest before run {start.run}, epoch {start.epoch}, step {start.step}"
 
 
 def _spec_of(batch: Any) -> tuple[LeafSpec, ...]:

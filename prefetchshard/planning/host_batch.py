@@ -8,7 +8,7 @@ import numpy as np
 
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.base.position import EpochEnd, Position
-from prefetchshard.planning.plan import MASK, HostPlan, Kind, Plan
+from prefetchshard.planning.plan import MASK, HostPlan, Plan
 from prefetchshard.staging.aliased import Staging
 
 
@@ -41,9 +41,8 @@ class HostBatch:
         epoch: of the batch.
         examples: that it was made of; None where the source makes the batches.
         is_last: whether the source has no item after it in this epoch; None where that is not known.
-        ends_epoch: whether it ends its epoch; None where that is not known yet.
         mark: what leads back to the place after it; None where rows are found by number.
-        end: tells whether it ends its epoch, where the dealer may know that before the sequencer; else None.
+        end: tells whether it ends its epoch, at once or later.
         fault: why it does not fit the devices; raised unless it is left out.
         plan: how it is placed and put together again.
         position: where it stands in the data.
@@ -52,8 +51,7 @@ class HostBatch:
     """
 
     __slots__ = (
-        "end", "ends_epoch", "epoch", "examples", "fault", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position",
-        "rows",
+        "end", "epoch", "examples", "fault", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows",
     )  # fmt: skip
     plan: Plan
     position: Position
@@ -66,10 +64,9 @@ class HostBatch:
         *,
         epoch: int,
         examples: int | None,
+        end: EpochEnd,
         is_last: bool | None = None,
-        ends_epoch: bool | None = None,
         mark: SourceMark | None = None,
-        end: EpochEnd | None = None,
         fault: Exception | None = None,
     ) -> None:
         self.end = end
@@ -80,7 +77,6 @@ class HostBatch:
         self.epoch = epoch
         self.examples = examples
         self.is_last = is_last
-        self.ends_epoch = ends_epoch
         self.mark = mark
         self.rows = (host_plan.rows or 0) if examples is None else examples
         self.mask: AnyArray | None = None
@@ -164,8 +160,3 @@ class ReadFailure(Exception):
         self.epoch = epoch
         self.rows = rows
         self.of_batch = of_batch
-
-
-def is_staged(plan: Plan, index: int) -> bool:
-    """Whether an array of the plan's put order lies in the staging memory."""
-    return index != MASK and plan.leaves[index].kind is Kind.STAGED

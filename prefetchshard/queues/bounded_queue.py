@@ -276,8 +276,8 @@ class BoundedQueue(Generic[T]):
 
     def _wake_all(self) -> None:
         """Takes no lock."""
-        for parking in (self.senders, self._lazy_senders, self.receivers, self._lazy_receivers):
-            parking.wake()
+        for waiters in (self.senders, self._lazy_senders, self.receivers, self._lazy_receivers):
+            waiters.wake()
 
     # -- looking
 

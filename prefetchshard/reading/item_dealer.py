@@ -152,8 +152,7 @@ class ItemDealer:
         first_row = self._source.rows_done(epoch)
         self._before = None
         while (ticket := plan.out.reserve()) is not None:
-            batch = OpenBatch(ticket, epoch, first_row, examples=size)
-            batch.end = EpochEnd(None, self._source.home_thread)
+            batch = OpenBatch(ticket, epoch, first_row, EpochEnd(None, self._source.home_thread), examples=size)
             try:
                 count = self._fill(batch, size)
                 if plan.out.cancelled:
@@ -235,9 +234,8 @@ class ItemDealer:
         left, paths = count, () if batch.plan is None else batch.plan.tree.paths
         if count and self._plan.pads:
             batch.examples = count
-            batch.is_last = batch.ends_epoch = True
-            if batch.end is not None:
-                batch.end.settle(True)
+            batch.is_last = True
+            batch.end.settle(True)
             self._complete(batch)
             left, ticket = 0, self._plan.out.reserve()
         elif count:
@@ -254,9 +252,8 @@ class ItemDealer:
         number = source.batches_done(epoch)
         self._before = None
         while (ticket := plan.out.reserve()) is not None:
-            batch = OpenBatch(ticket, epoch, number)
+            batch = OpenBatch(ticket, epoch, number, EpochEnd(None, self._source.home_thread))
             batch.may_be_left_out = not plan.pads
-            batch.end = EpochEnd(None, self._source.home_thread)
             try:
                 item = source.pull(0, 1)
                 if plan.out.cancelled:

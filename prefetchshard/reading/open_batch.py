@@ -22,35 +22,33 @@ class OpenBatch:
         ticket: its place in the order.
         epoch: of the batch.
         first_row: rows of the epoch before it; without `batch_size`, batches.
+        end: tells whether it ends its epoch, at once or later.
         examples: how many it is made of; None where the source makes the batches. Set before its last part is done.
         collected: what `collate` gets; None where examples are written as they come.
         is_last: whether the source has no item after it in this epoch; None where that is not known.
-        ends_epoch: whether it ends its epoch; None where that is not known yet.
         mark: what leads back to the place after it.
         plan: how it lies on the host; None before it is opened.
         memory: of its staged leaves.
         passed: its other leaves, by index.
-        end: tells whether it ends its epoch, where the dealer may know that before the sequencer; else None.
         may_be_left_out: it may turn out to be a short last batch, which need not fit the devices.
         fault: why it does not fit, where it may be left out.
         is_settled: it was sent, failed or dropped.
     """
 
     __slots__ = (
-        "_closed", "_lock", "_parts", "collected", "end", "ends_epoch", "epoch", "examples", "fault", "first_row", "is_last", "is_settled",
-        "mark", "may_be_left_out", "memory", "passed", "plan", "ticket",
+        "_closed", "_lock", "_parts", "collected", "end", "epoch", "examples", "fault", "first_row", "is_last", "is_settled", "mark",
+        "may_be_left_out", "memory", "passed", "plan", "ticket",
     )  # fmt: skip
 
-    def __init__(self, ticket: HostTicket, epoch: int, first_row: int, *, examples: int | None = None) -> None:
+    def __init__(self, ticket: HostTicket, epoch: int, first_row: int, end: EpochEnd, *, examples: int | None = None) -> None:
         self.ticket = ticket
         self.epoch = epoch
         self.first_row = first_row
+        self.end = end
         self.examples = examples
         self.collected: list[Any] | None = None
         self.is_last: bool | None = None
-        self.ends_epoch: bool | None = None
         self.mark: SourceMark | None = None
-        self.end: EpochEnd | None = None
         self.may_be_left_out = False
         self.fault: Exception | None = None
         self.plan: HostPlan | None = None
@@ -130,10 +128,9 @@ class OpenBatch:
                 self.passed,
                 epoch=self.epoch,
                 examples=self.examples,
-                is_last=self.is_last,
-                ends_epoch=self.ends_epoch,
-                mark=self.mark,
                 end=self.end,
+                is_last=self.is_last,
+                mark=self.mark,
                 fault=self.fault,
             )
         )

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
@@ -108,7 +109,11 @@ class RowDealer:
                     return
                 (start, done), is_empty = span, False
                 span = order.span(done)
-                yield from self._cut(OpenBatch(ticket, epoch, start), start, done, is_last=span is None)
+                # The last item of a source that makes the batches may turn out short, and be dropped
+                may_be_dropped = plan.batch_size is None and plan.remainder == "drop" and order.length - done == 1
+                batch = OpenBatch(ticket, epoch, start, EpochEnd(None if may_be_dropped else span is None))
+                batch.is_last = span is None
+                yield from self._cut(batch, start, done)
             plan.meters.add(dropped=order.length - done)
             if is_empty and plan.epochs is None:
                 ticket = plan.out.reserve()
@@ -129,16 +134,14 @@ class RowDealer:
             return 0
         return start.batches if self._plan.batch_size is None else start.rows
 
-    def _cut(self, batch: OpenBatch, start: int, stop: int, *, is_last: bool) -> Iterator[Part]:
+    def _cut(self, batch: OpenBatch, start: int, stop: int) -> Iterator[Part]:
         """The parts of one batch: positions `start` to `stop` of the epoch."""
-        plan, order = self._plan, self._order
+        plan = self._plan
         count = stop - start
-        batch.is_last = batch.ends_epoch = is_last
         if plan.batch_size is not None:
             batch.examples = count
-        elif plan.remainder == "drop" and order.length - stop == 1:
-            batch.ends_epoch = None  # the last item may turn out short, and be dropped
-        batch.may_be_left_out = plan.batch_size is None and is_last and not plan.pads
+        else:
+            batch.may_be_left_out = bool(batch.is_last) and not plan.pads
         if plan.functions.collate is not None and self._worker.gathers is None:
             batch.collected = [None] * count
         rows = self._rows_at(batch.epoch, start, stop)

@@ -36,7 +36,6 @@ class Sequencer:
         batch_size: rows of a batch; None where the source makes the batches.
         remainder: what becomes of a batch that is short; `Pad` for "pad".
         is_endless: the run has no last epoch, so that an epoch without a batch would go on for ever.
-        home_thread: the thread whose event loop pulls the source.
 
     Thread safety: one thread takes; `cancel`, `clear` and `stats` from any thread, without a lock.
     """
@@ -52,7 +51,6 @@ class Sequencer:
         batch_size: int | None,
         remainder: str | Pad,
         is_endless: bool,
-        home_thread: int | None,
     ) -> None:
         self._queue = queue
         self._planner = planner
@@ -62,7 +60,6 @@ class Sequencer:
         self._remainder = remainder
         self._pads = isinstance(remainder, Pad)
         self._is_endless = is_endless
-        self._home_thread = home_thread
         self._at = start
         self._first = _First(start.batch_rows)
         self._decided: Decided = deque()
@@ -119,10 +116,8 @@ class Sequencer:
         if not failure.of_batch:
             return of_epoch(failure.error, failure.stage, failure.epoch)
         at = self._begin(failure.epoch)
-        first_row, last_row = failure.rows or (at.rows, at.rows + (self._batch_size or 0))
-        after = StartPoint(run=at.run, epoch=at.epoch, step=at.step + 1, batches=at.batches + 1, rows=last_row)
-        error = safe_to_raise(failure.error, failure.stage)
-        return note(error, failure.stage, Position(after, first_row, EpochEnd(False)))
+        rows = failure.rows or (at.rows, at.rows + (self._batch_size or 0))
+        return note(safe_to_raise(failure.error, failure.stage), failure.stage, _place_of_next(at, rows))
 
     def refuse(self) -> None:
         """Let the readers make no more."""
@@ -171,7 +166,7 @@ class Sequencer:
         at = self._at if self._at.epoch == batch.epoch else self._begin(batch.epoch)
         host_plan = batch.host_plan
         if batch.fault is not None:
-            raise note(batch.fault, "reading", self._position(at, batch, EpochEnd(False)))
+            raise note(batch.fault, "reading", self._position(at, batch))
         try:
             rows = self._padded_rows(batch) if self._pads else host_plan.rows
             batch.plan = plan = host_plan.placed.get(rows) or self._planner.placed(host_plan, rows)
@@ -181,14 +176,13 @@ class Sequencer:
             if valid != plan.rows or plan.pad is not None:
                 self._meters.add(padded=batch.complete(plan, valid, self._staging))
         except BaseException as error:  # noqa: BLE001 - raised again
-            raise note(error, "planning", self._position(at, batch, EpochEnd(False)))  # noqa: B904 - it is that error
+            raise note(error, "planning", self._position(at, batch))  # noqa: B904 - it is that error
         if self._open is not None:
             self._open.settle(at.batches == 0)  # the first of its epoch: the one before ended the last epoch
-        end = EpochEnd(batch.ends_epoch, self._home_thread) if batch.end is None else batch.end
-        self._open = None if end.is_known else end
+        self._open = None if batch.end.is_known else batch.end
         if self._given_up:
-            end.settle(False)
-        batch.position = position = self._position(at, batch, end)
+            batch.end.settle(False)
+        batch.position = position = self._position(at, batch)
         self._at = position.after
         self._decided.append(batch)
 
@@ -201,7 +195,7 @@ class Sequencer:
             )
         return at
 
-    def _position(self, at: StartPoint, batch: HostBatch, end: EpochEnd) -> Position:
+    def _position(self, at: StartPoint, batch: HostBatch) -> Position:
         mark = batch.mark
         way: Way = "index" if at.resumes_by == "index" else "replay" if mark is None or mark.snapshot is None else "snapshot"
         after = StartPoint(
@@ -218,7 +212,7 @@ class Sequencer:
             since_snapshot=0 if mark is None else mark.since_snapshot,
             sample=None if mark is None else mark.sample,
         )
-        return Position(after, at.rows, end)
+        return Position(after, at.rows, batch.end)
 
     # -- rows
 
@@ -248,8 +242,7 @@ class Sequencer:
                     f"batch_size={self._batch_size}, and remainder='error'; drop it (remainder='drop') or fill it up under a mask "
                     f"(remainder='pad')"
                 )
-                after = StartPoint(run=at.run, epoch=at.epoch, step=at.step + 1, batches=at.batches + 1, rows=at.rows + mark.left)
-                raise note(error, "batching", Position(after, at.rows, EpochEnd(True)))
+                raise note(error, "batching", _place_of_next(at, (at.rows, at.rows + mark.left)))
             self._meters.add(dropped=mark.left)
         self._settle(True)
         if self._is_endless and at.batches == 0:
@@ -274,7 +267,7 @@ class Sequencer:
                 f"the last batch is {missing} rows shorter than the first one{in_brackets(paths)}, and remainder='error'; drop it "
                 f"(remainder='drop') or fill it up under a mask (remainder='pad')"
             )
-            raise note(error, "batching", self._position(at, batch, EpochEnd(True)))
+            raise note(error, "batching", self._position(at, batch))
         self._meters.add(dropped=rows)
         batch.drop_memory()
         self._queue.release()
@@ -289,6 +282,12 @@ class Sequencer:
         last = self._open
         if last is not None:
             last.settle(ends)
+
+
+def _place_of_next(at: StartPoint, rows: tuple[int, int]) -> Position:
+    """Where a batch would stand that was not made: rows `[first, last)` of the epoch."""
+    after = StartPoint(run=at.run, epoch=at.epoch, step=at.step + 1, batches=at.batches + 1, rows=rows[1])
+    return Position(after, rows[0], EpochEnd(False))
 
 
 class _First:

@@ -44,10 +44,9 @@ class Worker:
         self._meters = plan.meters
         self._clock = plan.clock
         self.gathers = source if isinstance(source, Arrays) and functions.transform is None else None
-        has_functions = functions.transform is not None or functions.collate is not None
+        self._has_functions = functions.transform is not None or functions.collate is not None
         # What these functions do to an item must not reach the source
-        is_shared = isinstance(source, Dataset) or (source is None and not plan.reuses_buffers)
-        self._copies_first = has_functions and is_shared
+        self._copies_first = isinstance(source, Dataset) or (source is None and not plan.reuses_buffers)
         self.part_done: Callable[[], None] | None = None
         self.row_seconds = math.inf
 
@@ -126,10 +125,15 @@ class Worker:
         source = self._source
         return numbers, source.read_many(numbers) if isinstance(source, Dataset) and source.reads_many else None
 
+    def _transformed(self, item: Any, epoch: int, number: int) -> Any:
+        functions = self._plan.functions
+        if self._copies_first:
+            item = private_copy(item)
+        return item if functions.transform is None else functions.transformed(item, epoch, number)
+
     def _fill_examples(self, part: Part) -> None:
         """Read, transform and write examples, one after the other: the source may make them all in one buffer."""
-        batch, clock, functions, collected = part.batch, self._clock, self._plan.functions, part.batch.collected
-        transform = functions.transform is not None
+        batch, clock, has_functions, collected = part.batch, self._clock, self._has_functions, part.batch.collected
         writer = self._writer.examples(batch, part.start, part.stop - part.start)
         in_source = in_transform = in_copy = 0.0
         began = started = clock()
@@ -142,10 +146,8 @@ class Worker:
                 item = items[i]
             read = clock()
             part.stage = "transforming"
-            if self._copies_first:
-                item = private_copy(item)
-            if transform:
-                item = functions.transformed(item, batch.epoch, number)
+            if has_functions:
+                item = self._transformed(item, batch.epoch, number)
             done = clock()
             part.stage = "batching"
             if collected is not None:
@@ -168,16 +170,14 @@ class Worker:
 
     def _fill_whole(self, part: Part) -> None:
         """Read, transform and write a batch that the source makes."""
-        clock, functions = self._clock, self._plan.functions
+        clock = self._clock
         began = clock()
         (number,), items = self._numbers(part)
         item = self._source.read(number) if items is None else items[0]  # pyright: ignore[reportOptionalMemberAccess] - as above
         read = clock()
         part.stage = "transforming"
-        if self._copies_first:
-            item = private_copy(item)
-        if functions.transform is not None:
-            item = functions.transformed(item, part.batch.epoch, number)
+        if self._has_functions:
+            item = self._transformed(item, part.batch.epoch, number)
         self._meters.add(source=read - began if part.rows is not None else 0.0, transform=clock() - read)
         part.stage = "batching"
         self._write_whole(part.batch, item)

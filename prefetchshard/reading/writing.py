@@ -117,16 +117,13 @@ class Writer:
                     batch.passed[j] = leaves[j] if leaf.kind is Kind.DEVICE else self.keep(leaves[j])
 
     def _copy_leaf(self, view: AnyArray, value: AnyArray, leaf: Leaf, first: int, count: int) -> None:
-        if count == 1:
-            if leaf.is_narrowed:
-                store(view, value, path=leaf.path, policy=self._narrow, row=0 if leaf.has_rows else None)
-            else:
-                np.copyto(view, value, casting="same_kind")
-        elif leaf.has_rows and value.nbytes >= LEAST_SHARED_BYTES:
-            start, stop = len(value) * first // count, len(value) * (first + 1) // count
-            store(view[start:stop], value[start:stop], path=leaf.path, policy=self._narrow, row=start)
-        elif first == 0:
-            store(view, value, path=leaf.path, policy=self._narrow, row=0 if leaf.has_rows else None)
+        row = 0 if leaf.has_rows else None
+        if count > 1 and leaf.has_rows and value.nbytes >= LEAST_SHARED_BYTES:
+            row, stop = len(value) * first // count, len(value) * (first + 1) // count
+            view, value = view[row:stop], value[row:stop]
+        elif first:
+            return
+        store(view, value, path=leaf.path, policy=self._narrow, row=row)
 
     # -- the end of a batch
 

@@ -47,7 +47,7 @@ def state_at(start: StartPoint, fingerprint: Fingerprint) -> LoaderState:
     return LoaderState(**msgspec.structs.asdict(start), fingerprint=fingerprint)
 
 
-def cursor_of(state: object, have: Fingerprint) -> StartPoint:
+def start_point_of(state: object, have: Fingerprint) -> StartPoint:
     """The beginning of a run that goes on from a state.
 
     Raises:
@@ -94,36 +94,36 @@ def _seed_as_kept(seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(seed.to_bytes(seed.bit_length() // 8 + 1, "little"), digest_size=32).digest(), "little")
 
 
-def check_rows_left(cursor: StartPoint, order: EpochOrder, settings: Settings, batch_size: int | None) -> None:
+def check_rows_left(start: StartPoint, order: EpochOrder, settings: Settings, batch_size: int | None) -> None:
     """Whether rows by number can go on from here.
 
     Raises:
         StateError: the epoch has no such place.
         ConfigError: the rows that are left make no whole batches, and remainder="error".
     """
-    done = cursor.batches if batch_size is None else cursor.rows
+    done = start.batches if batch_size is None else start.rows
     left = order.length - done
     if left < 0:
         raise StateError(f"the state was saved after {done} of {order.length} items of an epoch: no loader can have made it")
     if settings.remainder == "error" and batch_size and left % batch_size:
         raise ConfigError(
-            f"{left} rows of epoch {cursor.epoch} are left, no multiple of batch_size={batch_size}, and remainder='error': drop the last "
+            f"{left} rows of epoch {start.epoch} are left, no multiple of batch_size={batch_size}, and remainder='error': drop the last "
             f"batch (remainder='drop') or fill it up under a mask (remainder='pad')"
         )
 
 
-def check_one_shot(cursor: StartPoint, source: object) -> None:
+def check_one_shot(start: StartPoint, source: object) -> None:
     """Whether a one-shot iterator can go on from here.
 
     Raises:
         StateError: it has one epoch, and the state is further; or it takes no state of its own, and the state holds one.
     """
-    if cursor.epoch != cursor.run_epoch:
+    if start.epoch != start.run_epoch:
         raise StateError(
-            f"the state was saved in epoch {cursor.epoch} of a run that began with epoch {cursor.run_epoch}, and a one-shot iterator has one "
+            f"the state was saved in epoch {start.epoch} of a run that began with epoch {start.run_epoch}, and a one-shot iterator has one "
             f"epoch: pass a function that makes a new iterator each epoch"
         )
-    if cursor.snapshot is not None and find_state_access(source) is None:
+    if start.snapshot is not None and find_state_access(source) is None:
         raise refuse_snapshot(source)
 
 

@@ -15,9 +15,11 @@ from prefetchshard.measuring.stats import Meters
 from prefetchshard.planning.host_batch import EpochMark, HostBatch, ReadFailure, SourceMark
 from prefetchshard.planning.planner import Planner
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
+from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.sharding.rules import resolve
 from prefetchshard.staging.aliased import FreshStaging
+from support import Thread
 
 
 class Line:
@@ -157,7 +159,7 @@ def test_who_waits_for_the_end_of_an_epoch_is_let_go(S: NamedSharding) -> None:
     line.send(16)
     (batch,) = line.take()
     line.sequencer.cancel()
-    assert not batch.position.ends_epoch
+    assert Thread(lambda: batch.position.ends_epoch).returned() is False
     assert not line.sequencer.wait_ready()
 
 
@@ -174,3 +176,33 @@ def test_an_epoch_without_a_batch_is_an_error_only_where_there_is_no_end(epochs:
                 line.take()
         else:
             assert rows_of(line.take()) == [16] * epochs
+
+
+# -- an open batch that is not wanted
+
+
+class Memory:
+    views = ()
+    slab = None
+
+    def __init__(self) -> None:
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_what_is_discarded_gives_its_memory_back_with_its_last_part() -> None:
+    for parts in range(3):
+        batch = OpenBatch(BoundedQueue[Any](4).reserve(), 0, 0, EpochEnd())  # type: ignore[arg-type]
+        batch.memory = memory = Memory()
+        for _ in range(parts):
+            batch.add_part()
+        batch.discard()
+        assert memory.released == (parts == 0)  # while a part is at work its memory must stay
+        for left in reversed(range(parts)):
+            assert batch.part_done() == (left == 0)
+        batch.drop_memory()
+        assert memory.released == 1
+        batch.fail(ValueError("too late"), "reading")
+        assert batch.ticket.failure is None

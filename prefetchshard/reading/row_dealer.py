@@ -49,7 +49,7 @@ class RowDealer:
         self._order = order
         self._worker = Worker(plan, writer, source, tree)
         self._lock = threading.Lock()  # guards _parts, and with it everything that comes next
-        self._parts: Iterator[Part] = self._deal_all()
+        self._parts = self._deal_all()
         self._epoch = plan.start.epoch
         self._began = False
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
@@ -86,11 +86,9 @@ class RowDealer:
             try:
                 part = next(self._parts, None)
             except BaseException as error:  # noqa: BLE001 - a thread has no caller, and `set_epoch` is the source's code
-                self._parts = iter(())
                 self._plan.out.end(ReadFailure(error, "starting an epoch", self._epoch, of_batch=False))
                 return None
             if part is None:
-                self._parts = iter(())  # it holds this dealer, and with it the source
                 self._plan.out.end()
             elif self._dataset is not None:
                 self._in_use.enter()

@@ -102,7 +102,8 @@ class LoaderIterator:
         meters.rows += item.rows
         meters.bytes += item.bytes
         progress, position = self._progress, item.position
-        if progress.position is None or position.step > progress.position.step:  # threads that share the run come here in any order
+        # Threads that share the run come here in any order. `position.step` would be a call
+        if progress.position is None or position.after.step > progress.position.after.step:
             progress.position = position
         return item.batch
 

@@ -129,6 +129,8 @@ def _disturbed(
             if not frame.f_code.co_filename.startswith((str(PACKAGE), *beside)):
                 return None
             frame.f_trace_opcodes = True
+            if event == "call":
+                last = "RESUME"  # has no event of its own; a property, or a comparison, is called by no `CALL`
             if event == "opcode":
                 now = dis.opname[frame.f_code.co_code[frame.f_lasti]]
                 if is_place(last, now):

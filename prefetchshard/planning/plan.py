@@ -55,6 +55,7 @@ class Leaf:
         has_rows: whether axis 0 is the rows of the batch.
         sharding: where it goes, or HOST; HOST before it is placed.
         padding: what fills its padding rows; None without padding.
+        is_plain: its leaves are NumPy arrays that only have to be copied.
         refusal: why no device can hold it; raised unless its rule keeps it on the host.
         example: the shape of one example, where the batch is made of examples.
         is_narrowed: whether values could be lost on the way to the devices.
@@ -93,6 +94,7 @@ class HostPlan:
         staged: indices of the leaves in staging memory, in the order of the memory's views.
         layout: of the staging memory.
         is_made: the source or `collate` made the batch; else it is made of examples, which are its rows.
+        is_plain: its leaves are NumPy arrays that only have to be copied.
         refusal: why no device can hold one of its leaves; raised unless the batch is left out.
         placed: the plans made from it, by the rows that are placed.
     """
@@ -106,14 +108,14 @@ class HostPlan:
         self.layout = Layout([(leaves[i].shape, leaves[i].target) for i in self.staged])
         self.refusal: Refusal | None = None
         self.placed: dict[int | None, Plan] = {}
-        plain = len(self.staged) == len(leaves) > 0 and all(leaf.dtype == leaf.target for leaf in leaves)
-        self._plain = [(leaf.shape, leaf.dtype) for leaf in leaves] if plain else None
+        self.is_plain = len(self.staged) == len(leaves) > 0 and all(leaf.dtype == leaf.target for leaf in leaves)
+        self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def is_plain_for(self, leaves: Sequence[Any]) -> bool:
         """Whether these leaves of a batch with this tree are NumPy arrays that only have to be copied."""
-        if self._plain is None:
+        if not self.is_plain:
             return False
-        for leaf, (shape, dtype) in zip(leaves, self._plain, strict=True):
+        for leaf, (shape, dtype) in zip(leaves, self._shapes, strict=True):
             if type(leaf) is not np.ndarray or leaf.shape != shape or leaf.dtype != dtype:
                 return False
         return True

@@ -31,9 +31,8 @@ def add_item(digest: Any, item: Any) -> None:
         leaves: list[Any] = jax.tree_util.tree_leaves(item)
     except (ValueError, TypeError):  # a dict whose keys have no order
         leaves = [item]
-    if len(leaves) > _LEAVES:
-        digest.update(repr(len(leaves)).encode())
-        leaves = leaves[:: -(-len(leaves) // _LEAVES)]
+    digest.update(repr([getattr(leaf, "shape", None) for leaf in leaves]).encode())
+    leaves = leaves[:: -(-len(leaves) // _LEAVES) or 1]
     for leaf in leaves:
         if isinstance(leaf, np.ndarray):
             _add_array(digest, cast("AnyArray", leaf), SAMPLED_BYTES // len(leaves))
@@ -41,38 +40,21 @@ def add_item(digest: Any, item: Any) -> None:
             digest.update(leaf.tobytes())
         elif type(leaf) in _PLAIN:
             _add_objects(digest, [leaf])
-        else:
-            _add_foreign(digest, leaf, SAMPLED_BYTES // len(leaves))
+        elif not isinstance(leaf, jax.Array) and hasattr(leaf, "__array__"):  # of what is on devices the bytes would have to come back
+            with contextlib.suppress(Exception):  # a type of another library; the loader reads it with more care
+                _add_array(digest, np.asarray(leaf), SAMPLED_BYTES // len(leaves))
 
 
 def _add_array(digest: Any, array: AnyArray, budget: int) -> None:
-    digest.update(repr(array.shape).encode())
     if array.dtype.hasobject:
         _add_objects(digest, array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist())
-        return
-    array = np.asarray(array)  # of a masked array or a recarray, its numbers
-    if array.nbytes <= budget:
-        digest.update(array.tobytes())
-    elif array.flags.c_contiguous:
+    elif type(array) is np.ndarray and array.flags.c_contiguous:
         flat = array.reshape(-1).view(np.uint8)
         # An odd stride, so that not only the lowest byte of each number is met
         digest.update(flat[:: (flat.size // budget) | 1].tobytes())
-    else:
-        digest.update(_spread(array, budget))
-
-
-def _add_foreign(digest: Any, leaf: Any, budget: int) -> None:
-    """A tensor of another library; of what is on devices the shape alone, since its bytes would have to come back."""
-    digest.update(repr(getattr(leaf, "shape", None)).encode())
-    if not isinstance(leaf, jax.Array) and hasattr(leaf, "__array__"):
-        with contextlib.suppress(Exception):  # the source's own type; it is read by the loader with more care
-            _add_array(digest, np.asarray(leaf), budget)
-
-
-def _spread(array: AnyArray, budget: int) -> bytes:
-    """Bytes from all over an array that is not contiguous, without copying all of it."""
-    step = max(1, array.nbytes // budget)
-    return array.flat[::step].tobytes()
+    else:  # not contiguous, a masked array, a recarray: its numbers, without a copy of all of them
+        array = np.asarray(array)
+        digest.update(array.flat[:: max(1, array.nbytes // budget)].tobytes())
 
 
 def _add_objects(digest: Any, values: list[Any]) -> None:

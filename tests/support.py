@@ -95,6 +95,14 @@ def at_every_step(prepare: Callable[[], object], function: Callable[[], T], dist
         yield answer
 
 
+def handled_everywhere(prepare: Callable[[], object], function: Callable[[], T], handler: Callable[[], object]) -> Iterator[T]:
+    """Calls `function` again and again, with a signal handler run at the first place in the package where the interpreter looks for
+    signals, then at the second, and so on. Unlike another thread, a handler strikes nowhere else, and may need what `function` holds.
+    """
+    for _, answer in _disturbed(prepare, function, handler, _looks_for_signals):
+        yield answer
+
+
 def interrupted_everywhere(prepare: Callable[[], object], function: Callable[[], object], *beside: str) -> Iterator[None]:
     """Calls `function` again and again, with Ctrl-C at the first place in the package where the interpreter looks for signals, and so on.
 

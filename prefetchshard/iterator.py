@@ -46,9 +46,9 @@ class LoaderIterator:
         self._traceback: TracebackType | None = None
         self._over = False
         self._run = factory.build(start)
-        self._meters = self._run.meters
+        self._recorder = self._run.recorder
         self._outbox = self._run.outbox
-        self._clock = self._run.clock
+        self._clock = self._run.recorder.clock
         # An iterator that nobody holds any more tells its threads so; they hold the run, never the iterator.
         weakref.finalize(self, self._run.abandon).atexit = False
 
@@ -89,18 +89,18 @@ class LoaderIterator:
     def _hand_out(self, item: PlacedBatch, began: float) -> Any | EmptyType:
         if item.finish is not None and (not self._finish(item) or self._outbox.cancelled):
             return EMPTY
-        meters = self._meters
+        recorder = self._recorder
         now = self._clock()
-        if meters.first_next_at is None:
-            meters.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
+        if recorder.first_next_at is None:
+            recorder.first_batch_seconds = max(0.0, item.ready_at - self._run.began_at)
             self._factory.remember_spec(item, x64=self._run.context.x64)
-            meters.first_next_at = began
+            recorder.first_next_at = began
         # No call from here on, so no Ctrl-C in between: it is handed out and counted, or neither.
-        meters.stall_seconds += now - began
-        meters.last_next_at = now
-        meters.batches += 1
-        meters.rows += item.rows
-        meters.bytes += item.bytes
+        recorder.stall_seconds += now - began
+        recorder.last_next_at = now
+        recorder.batches += 1
+        recorder.rows += item.rows
+        recorder.bytes += item.bytes
         progress, position = self._progress, item.position
         # Threads that share the run come here in any order. `position.step` would be a call
         if progress.position is None or position.after.step > progress.position.after.step:
@@ -123,10 +123,10 @@ class LoaderIterator:
         if self._over or self._run.closed:
             return
         now = self._clock()
-        if self._meters.first_next_at is None:
-            self._meters.first_next_at = began
-        self._meters.stall_seconds += now - began
-        self._meters.last_next_at = now
+        if self._recorder.first_next_at is None:
+            self._recorder.first_next_at = began
+        self._recorder.stall_seconds += now - began
+        self._recorder.last_next_at = now
         if not self._has_failed():
             self._progress.end = self._factory.ended(self._progress.start, self._progress.position)
         self._over = True  # last: who shares the iterator goes by it

@@ -171,8 +171,8 @@ def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None
     def replayed() -> tuple[retracing.ReplayedSource, Any]:
         items: Any = SimpleNamespace(pull=pull, access=None)
         stream: Any = SimpleNamespace(open=lambda *_: items, home=None)
-        meters: Any = SimpleNamespace(add=lambda **sums: counted.append(sums))
-        source = retracing.ReplayedSource(stream, StartPoint(rows=100, batches=10, step=10), 10, 1, meters, clock)
+        recorder: Any = SimpleNamespace(count=lambda **sums: counted.append(sums), clock=clock)
+        source = retracing.ReplayedSource(stream, StartPoint(rows=100, batches=10, step=10), 10, 1, recorder)
         assert source.open(0, None) is items
         return source, items
 

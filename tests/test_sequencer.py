@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
+from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.config import Pad
 from prefetchshard.base.position import EpochEnd, StartPoint
-from prefetchshard.measuring.stats import Meters
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.planning.host_batch import EpochMark, HostBatch, ReadFailure, SourceMark
 from prefetchshard.planning.planner import Planner
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
@@ -26,7 +27,7 @@ class Line:
     """A sequencer with its queue, and batches to put into it."""
 
     def __init__(self, sharding: Any, *, remainder: Any = "drop", start: StartPoint | None = None, is_endless: bool = False) -> None:
-        self.meters = Meters()
+        self.recorder = Recorder(MONOTONIC)
         self.staging = FreshStaging()
         pad = remainder if isinstance(remainder, Pad) else None
         self.planner = Planner(
@@ -37,7 +38,7 @@ class Line:
             self.queue,
             self.planner,
             self.staging,
-            self.meters,
+            self.recorder,
             start or StartPoint(resumes_by="replay"),
             batch_size=None,
             remainder=remainder,
@@ -87,7 +88,7 @@ def test_a_short_batch_at_the_end_is_dropped_and_counted(S: NamedSharding) -> No
     line.end_epoch()
     assert line.take() == []
     assert first.position.ends_epoch
-    assert line.meters.dropped_rows == 8
+    assert line.recorder.dropped_rows == 8
     assert line.queue.stats().held == 0
 
 
@@ -114,7 +115,7 @@ def test_a_short_batch_is_moved_and_filled_up_under_a_mask(S: NamedSharding) -> 
     assert short.mask.tolist() == [True] * 5 + [False] * 11
     assert short.memory is not None
     assert short.memory.views[0].tolist() == [5.0] * 5 + [7.0] * 11
-    assert (short.rows, line.meters.padded_rows) == (5, 11)
+    assert (short.rows, line.recorder.padded_rows) == (5, 11)
 
 
 def test_positions_go_on_from_the_start_point(S: NamedSharding) -> None:
@@ -135,7 +136,7 @@ def test_a_run_that_goes_on_tells_short_by_its_first_batch(S: NamedSharding) -> 
     line.send(8)
     line.end_epoch()
     assert line.take() == []
-    assert line.meters.dropped_rows == 8
+    assert line.recorder.dropped_rows == 8
 
 
 def test_a_fault_comes_after_what_was_held_and_names_its_batch(S: NamedSharding) -> None:

@@ -19,7 +19,7 @@ from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.checks import check_endless, check_rows, check_source, global_rows
 from prefetchshard.building.choices import choose_workers, describe, keeper, make_limits, make_order
-from prefetchshard.measuring.stats import Meters
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.on_device.store import DeviceRows, RowNumberPlanner
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.placing.device_transform import DeviceTransform
@@ -162,25 +162,24 @@ class RunFactory:
             queue.in_bursts = outbox.in_bursts = limits.is_small
             queue.senders.wake()  # there may be more room
 
-        meters = Meters()
+        recorder = Recorder(clock)
         planner = self._planner(context.x64, fit, rows)
         plan = ReadingPlan(
             functions=UserFunctions(settings.transform, settings.collate, settings.seed),
             out=queue,
-            meters=meters,
+            recorder=recorder,
             start=start,
             epochs=settings.epochs,
             batch_size=self.batch_size,
             remainder=settings.policy,
             workers=self.workers,
             reuses_buffers=settings.reuses_buffers,
-            clock=clock,
         )
         sequencer = Sequencer(
             queue,
             planner,
             staging,
-            meters,
+            recorder,
             start,
             batch_size=self.batch_size,
             remainder=settings.policy,
@@ -189,14 +188,13 @@ class RunFactory:
         run = Run(
             self._reader(plan, Writer(planner, staging, keeper(self._source, settings)), self._source if rows is None else rows.numbers),
             sequencer,
-            Placer(device_transform, context, clock, gather=rows),
+            Placer(device_transform, context, recorder, gather=rows),
             outbox,
             pace=transfers,
-            meters=meters,
+            recorder=recorder,
             staging=staging,
             workers=self.workers,
             context=context,
-            clock=clock,
         )
         self.last_run = run
         return run
@@ -208,7 +206,7 @@ class RunFactory:
             tree = rules.flatten_arrays(source.tree) if source.is_memory is True and self._settings.transform is None else None
             return RowDealer(plan, writer, source, self._order, tree)
         given = self._given.iterable if isinstance(self._given, FromThisLoop) else self._given
-        replayed = ReplayedSource(source, plan.start, plan.batch_size, self._settings.snapshot_every, plan.meters, plan.clock)
+        replayed = ReplayedSource(source, plan.start, plan.batch_size, self._settings.snapshot_every, plan.recorder)
         return ItemDealer(plan, writer, replayed, lambda epoch: set_epoch(given, epoch))
 
     def go_on_from(self, state: object) -> None:

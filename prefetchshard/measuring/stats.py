@@ -1,8 +1,7 @@
-"""Meters of a run, and what they say."""
+"""The statistics that a user gets, as a value."""
 
 from __future__ import annotations
 
-import threading
 from typing import Literal
 
 import msgspec
@@ -92,60 +91,3 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.transfer_seconds * per_step:.2f} ms of transfer"
         )
         return f"{head}; bound by the {self.bound}; {times}"
-
-
-class Meters:
-    """What the threads of a run add to. Thread safety: `add` from any thread; the consumer's fields from the consumer only."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the sums below that several threads add to
-        self.source_seconds = 0.0
-        self.transform_seconds = 0.0
-        self.copy_seconds = 0.0
-        self.dropped_rows = 0
-        self.padded_rows = 0
-        self.replayed = 0
-        self.transfer_seconds = 0.0
-        self.first_batch_seconds = 0.0
-        self.batches = 0
-        self.rows = 0
-        self.bytes = 0
-        self.stall_seconds = 0.0
-        self.first_next_at: float | None = None
-        self.last_next_at = 0.0
-
-    def add(
-        self, *, source: float = 0.0, transform: float = 0.0, copy: float = 0.0, dropped: int = 0, padded: int = 0, replayed: int = 0
-    ) -> None:
-        """Add seconds and rows, from any thread."""
-        with self._lock:
-            self.source_seconds += source
-            self.transform_seconds += transform
-            self.copy_seconds += copy
-            self.dropped_rows += dropped
-            self.padded_rows += padded
-            self.replayed += replayed
-
-    def stats(self, *, workers: int, host: QueueStats, ready: QueueStats, staging: StagingStats) -> Stats:
-        """What was measured so far."""
-        wall = 0.0 if self.first_next_at is None else self.last_next_at - self.first_next_at
-        return Stats(
-            batches=self.batches,
-            rows=self.rows,
-            bytes=self.bytes,
-            dropped_rows=self.dropped_rows,
-            padded_rows=self.padded_rows,
-            replayed=self.replayed,
-            wall_seconds=wall,
-            stall_seconds=self.stall_seconds,
-            busy_seconds=max(0.0, wall - self.stall_seconds),
-            source_seconds=self.source_seconds,
-            transform_seconds=self.transform_seconds,
-            copy_seconds=self.copy_seconds,
-            transfer_seconds=self.transfer_seconds,
-            first_batch_seconds=self.first_batch_seconds,
-            workers=workers,
-            host=host,
-            ready=ready,
-            staging=staging,
-        )

@@ -16,25 +16,23 @@ class PlacedBatch:
     Attributes:
         batch: what the consumer gets; `jax.Array` leaves may still be on their way.
         position: where it stands in the data.
-        dispatched_at: when the transfer was dispatched, seconds of the run's clock.
-        ready_at: when the raw transfer was done; 0.0 before.
+        ready_at: when its transfer was done, seconds of the run's clock.
         bytes: of its leaves that were transferred, each counted once.
         rows: in it, padding not counted.
         spec: what the transfer was told to make.
         finish: makes the batch, where the thread that takes it has to; None where it is made.
     """
 
-    __slots__ = ("_finishing", "batch", "bytes", "dispatched_at", "finish", "position", "ready_at", "rows", "spec")
+    __slots__ = ("_finishing", "batch", "bytes", "finish", "position", "ready_at", "rows", "spec")
 
     def __init__(
-        self, batch: Any, position: Position, dispatched_at: float, nbytes: int, rows: int, spec: Callable[[], tuple[LeafSpec, ...]]
+        self, batch: Any, position: Position, ready_at: float, nbytes: int, rows: int, spec: Callable[[], tuple[LeafSpec, ...]]
     ) -> None:
         self.batch = batch
         self.spec = spec
         self.rows = rows
         self.position = position
-        self.dispatched_at = dispatched_at
-        self.ready_at = 0.0
+        self.ready_at = ready_at
         self.bytes = nbytes
         self.finish: Callable[[], Any] | None = None
         self._finishing: Any = None

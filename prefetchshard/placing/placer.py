@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from prefetchshard.base.clock import Clock
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.leaves.on_devices import from_movable, is_jax_array, is_key, to_movable
+from prefetchshard.measuring.recorder import Recorder, Span
 from prefetchshard.placing.device_transform import DeviceTransform, stand_in, step_value
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.transfer import explicit, put
@@ -32,17 +32,17 @@ class PendingTransfer:
         host: what is put.
         arrays: on their way; `Deferred` where the consumer's thread has yet to dispatch one.
         step: for the key of a `device_transform`.
-        dispatched_at: seconds of the run's clock.
+        span: from dispatch until it is ready.
         is_late: whether there is a `Deferred` among the arrays.
     """
 
-    __slots__ = ("arrays", "dispatched_at", "host", "is_late", "step")
+    __slots__ = ("arrays", "host", "is_late", "span", "step")
 
-    def __init__(self, host: HostBatch, arrays: list[Any], step: Any, dispatched_at: float, *, is_late: bool) -> None:
+    def __init__(self, host: HostBatch, arrays: list[Any], step: Any, span: Span, *, is_late: bool) -> None:
         self.host = host
         self.arrays = arrays
         self.step = step
-        self.dispatched_at = dispatched_at
+        self.span = span
         self.is_late = is_late
 
 
@@ -87,7 +87,7 @@ class Placer:
     Args:
         device_transform: or None.
         context: the caller's JAX settings, in force where this is called; the context variables are those where this is made.
-        clock: monotonic seconds.
+        recorder: measures transfers.
         gather: where row numbers are transferred, and the rows gathered on the devices.
     """
 
@@ -95,14 +95,14 @@ class Placer:
         self,
         device_transform: DeviceTransform | None,
         context: JaxContext,
-        clock: Clock,
+        recorder: Recorder,
         *,
         gather: RowGather | None = None,
     ) -> None:
         self._device_transform = device_transform
         self._gather = gather
         self._context = context
-        self._clock = clock
+        self._recorder = recorder
         self._variables = contextvars.copy_context()
 
     def dispatch(self, host: HostBatch) -> PendingTransfer:
@@ -121,11 +121,11 @@ class Placer:
             leaves.append(step_value(host.position.step))
             shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
-        began = self._clock()
+        span = Span(self._recorder, "placing", host.epoch, host.position.first_row)
         is_late = host.plan.has_device_leaves and any(type(leaf) is Deferred for leaf in leaves)
         arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)
         step = arrays.pop() if wants_key else None if self._device_transform is None else step_value(host.position.step)
-        return PendingTransfer(host, arrays, step, began, is_late=is_late)
+        return PendingTransfer(host, arrays, step, span, is_late=is_late)
 
     def land(self, flight: PendingTransfer) -> PlacedBatch:
         """Wait until a transfer is ready, and put its batch together."""
@@ -133,15 +133,14 @@ class Placer:
             if type(array) is not Deferred:
                 array.block_until_ready()
         host = flight.host
-        ready_at = self._clock()
+        flight.span.end()
         if host.memory is not None:
             host.memory.release()
             host.memory = None
         plan = host.plan if self._gather is None else self._gather.plan
         is_late = flight.is_late or self._is_late(plan)
         batch = None if is_late else self._batch(flight)
-        placed = PlacedBatch(batch, host.position, flight.dispatched_at, host.plan.nbytes, host.rows, plan.spec)
-        placed.ready_at = ready_at
+        placed = PlacedBatch(batch, host.position, flight.span.entered_at, host.plan.nbytes, host.rows, plan.spec)
         if is_late:
             placed.finish_by(partial(self._late_batch, flight))
         return placed

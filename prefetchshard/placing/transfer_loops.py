@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from prefetchshard.measuring.stats import Meters
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.placer import PendingTransfer, Placer, noted
 from prefetchshard.planning.host_batch import HostBatch
@@ -47,16 +46,14 @@ class TransferLimits:
         self.waits_apart = waits_apart
 
 
-def transfer_bodies(
-    inbox: Inbox, placer: Placer, outbox: ReadyQueue, meters: Meters, pace: TransferLimits
-) -> list[tuple[str, Callable[[], None]]]:
+def transfer_bodies(inbox: Inbox, placer: Placer, outbox: ReadyQueue, pace: TransferLimits) -> list[tuple[str, Callable[[], None]]]:
     """What the threads that call JAX do: a name and a function each."""
     if not pace.waits_apart:
-        return [("transfer", lambda: transfer(inbox, placer, outbox, meters, pace))]
+        return [("transfer", lambda: transfer(inbox, placer, outbox, pace))]
     flights: PendingQueue = BoundedQueue(pace.in_flight, held_until_release=True)
     return [
         ("dispatch", lambda: dispatch(inbox, placer, flights, pace)),
-        ("transfer", lambda: land(flights, placer, inbox, outbox, meters)),
+        ("transfer", lambda: land(flights, placer, inbox, outbox)),
     ]
 
 
@@ -96,7 +93,7 @@ def dispatch(inbox: Inbox, placer: Placer, flights: PendingQueue, pace: Transfer
     del failure  # its traceback holds this frame
 
 
-def land(flights: PendingQueue, placer: Placer, inbox: Inbox, outbox: ReadyQueue, meters: Meters) -> None:
+def land(flights: PendingQueue, placer: Placer, inbox: Inbox, outbox: ReadyQueue) -> None:
     """Wait for each transfer, and hand on what is ready.
 
     Args:
@@ -104,7 +101,6 @@ def land(flights: PendingQueue, placer: Placer, inbox: Inbox, outbox: ReadyQueue
         placer: does what has to do with devices.
         inbox: where the host batches came from; their places are released when their transfers are ready.
         outbox: ready batches.
-        meters: what is measured.
     """
     failure: BaseException | None = None
     try:
@@ -112,7 +108,7 @@ def land(flights: PendingQueue, placer: Placer, inbox: Inbox, outbox: ReadyQueue
             flight = flights.take_nowait()
             if flight is EMPTY:
                 continue
-            placed = _land(placer, flight, inbox, meters)
+            placed = _land(placer, flight, inbox)
             flights.release()
             if not outbox.put(placed):
                 break
@@ -127,14 +123,13 @@ def land(flights: PendingQueue, placer: Placer, inbox: Inbox, outbox: ReadyQueue
     del failure  # as above
 
 
-def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, meters: Meters, pace: TransferLimits) -> None:
+def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, pace: TransferLimits) -> None:
     """Move batches from the host to the devices until there are no more, or none is wanted.
 
     Args:
         inbox: host batches, in order; their places are released when their transfers are ready.
         placer: does what has to do with devices.
         outbox: ready batches.
-        meters: what is measured.
         pace: how many transfers may be on their way at once.
     """
     flying: deque[PendingTransfer] = deque()
@@ -147,14 +142,14 @@ def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, meters: Meters, p
                 host = inbox.take_nowait()
                 if host is not EMPTY:
                     flying.append(_dispatch(placer, host))
-            elif not _deliver(placer, flying, inbox, outbox, meters):
+            elif not _deliver(placer, flying, inbox, outbox):
                 break
         failure = inbox.failure
     except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
         failure = error
     try:
         while flying and not outbox.cancelled:  # placed before the fault
-            if not _deliver(placer, flying, inbox, outbox, meters):
+            if not _deliver(placer, flying, inbox, outbox):
                 break
     except BaseException as error:  # noqa: BLE001 - as above; it comes first
         failure = error
@@ -171,20 +166,19 @@ def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
         raise noted(error, host)  # noqa: B904 - it is that error, or has it as its cause
 
 
-def _deliver(placer: Placer, flying: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue, meters: Meters) -> bool:
+def _deliver(placer: Placer, flying: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue) -> bool:
     try:
-        placed = _land(placer, flying.popleft(), inbox, meters)
+        placed = _land(placer, flying.popleft(), inbox)
     except BaseException:
         flying.clear()  # none of them may come without this one
         raise
     return outbox.put(placed)
 
 
-def _land(placer: Placer, flight: PendingTransfer, inbox: Inbox, meters: Meters) -> PlacedBatch:
+def _land(placer: Placer, flight: PendingTransfer, inbox: Inbox) -> PlacedBatch:
     try:
         placed = placer.land(flight)
     except BaseException as error:  # noqa: BLE001 - raised again
         raise noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause
     inbox.release()
-    meters.transfer_seconds += placed.ready_at - placed.dispatched_at
     return placed

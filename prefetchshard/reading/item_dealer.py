@@ -16,6 +16,7 @@ from typing import Any
 from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.leaves.copying import are_unshared, private_copy
+from prefetchshard.measuring.recorder import Span
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan, cpu_count
@@ -176,10 +177,13 @@ class ItemDealer:
         if self._has_functions:
             return self._fill_by_workers(batch, size)
         source, cancelled = self._source, self._plan.out
+        span = Span(self._plan.recorder, "reading", batch.epoch, batch.first_row)
         writer = self._writer.examples(batch, 0, size)
         row = 0
         for row in range(size):
+            span.enter("reading")
             item = source.pull(row, size)
+            span.enter("batching")
             if item is END or cancelled.cancelled:
                 break
             if row == 0:
@@ -189,6 +193,7 @@ class ItemDealer:
             row = size
         if row == size or self._plan.pads:  # what is dropped need not fit
             writer.finish()
+        span.end()
         return row
 
     def _fill_by_workers(self, batch: OpenBatch, size: int) -> int:
@@ -196,19 +201,25 @@ class ItemDealer:
         run = max(1, size // (2 * self._plan.workers))  # several runs a worker: an uneven one delays the batch less
         batch.collected = [None] * size if self._plan.functions.collate is not None else None
         chunk: list[Any] = []
+        span = Span(self._plan.recorder, "reading", batch.epoch, batch.first_row)
+        row = 0
         for row in range(size):
+            span.enter("reading")
             item = self._source.pull(row, size)
             if item is END or self._plan.out.cancelled:
-                self._hand_over(batch, chunk, row)
-                return row
+                break
             if row == 0:
                 self._goes_on()
+            span.enter("copying")
             chunk.append(self._keep(item))
             if len(chunk) == run:
                 self._hand_over(batch, chunk, row + 1)
                 chunk = []
-        self._hand_over(batch, chunk, size)
-        return size
+        else:
+            row = size
+        span.end()
+        self._hand_over(batch, chunk, row)
+        return row
 
     def _goes_on(self) -> None:
         """The epoch has an item more, so the batch before does not end it; under "drop" an item does not make a batch yet."""
@@ -218,13 +229,13 @@ class ItemDealer:
     def _hand_over(self, batch: OpenBatch, chunk: list[Any], stop: int) -> None:
         if chunk:
             batch.add_part()
-            self._jobs.put(Part(batch, stop - len(chunk), stop, stage="transforming", items=chunk))
+            self._jobs.put(Part(batch, stop - len(chunk), stop, items=chunk))
 
     def _complete(self, batch: OpenBatch) -> None:
         """All examples of a batch were read."""
         if batch.collected is not None:  # collating is work for a worker
             batch.add_part()
-            self._jobs.put(Part(batch, 0, 0, stage="transforming", work=_nothing))
+            self._jobs.put(Part(batch, 0, 0, work=_nothing))
         if batch.close_parts():
             self._worker.finish(batch)
 
@@ -254,8 +265,10 @@ class ItemDealer:
         while (ticket := plan.out.reserve()) is not None:
             batch = OpenBatch(ticket, epoch, number, EpochEnd(None, self._source.home_thread))
             batch.may_be_left_out = not plan.pads
+            span = Span(plan.recorder, "reading", epoch, number)
             try:
                 item = source.pull(0, 1)
+                took = span.enter("reading")
                 if plan.out.cancelled:
                     ticket.withdraw()
                     return False
@@ -263,15 +276,17 @@ class ItemDealer:
                     ticket.send(EpochMark(epoch))
                     return True
                 batch.mark = source.mark(1, is_whole=True)
+                span.enter("copying")
                 if self._has_functions:
                     self._goes_on()
                     batch.expect(1)
-                    self._jobs.put(Part(batch, 0, 1, stage="transforming", items=[self._keep(item)]))
+                    span.end()
+                    self._jobs.put(Part(batch, 0, 1, items=[self._keep(item)]))
                     del item
                 else:
                     flat = self._writer.flatten(item)
                     del item  # only the leaves are held from here on: so it shows whether the source holds them too
-                    self._write(batch, *flat)
+                    self._write(batch, *flat, span, took)
                     del flat  # the source may use its memory for the next one
             except BaseException as error:  # noqa: BLE001 - as above
                 batch.fail(error, "reading")
@@ -280,10 +295,17 @@ class ItemDealer:
             self._before = batch.end
         return False
 
-    def _write(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree) -> None:
-        """Copy a batch in this thread, by a worker while the source goes on, or, where it is large, in shares by several."""
-        plan, writer, took = self._plan, self._writer, self._source.pull_seconds
-        began = plan.clock()
+    def _write(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree, span: Span, took: float) -> None:
+        """Copy a batch in this thread, by a worker while the source goes on, or, where it is large, in shares by several.
+
+        Args:
+            batch: to be filled.
+            leaves: of the batch that the source made.
+            tree: of these leaves.
+            span: in which they are copied.
+            took: seconds, the source for this batch.
+        """
+        plan, writer = self._plan, self._writer
         # The first batch is looked at in this thread
         goes_on = not plan.reuses_buffers or (self._copiers > 0 and writer.has_plan and are_unshared(leaves))
         kept = writer.open_whole(batch, leaves, tree)
@@ -294,17 +316,17 @@ class ItemDealer:
             shares = max(1, shares)
         if not (shares > 1 or (shares and goes_on)):
             writer.copy_share(batch, kept)
-            plan.meters.add(copy=plan.clock() - began)
+            span.end()
             batch.send()
             return
-        parts = [Part(batch, 0, 1, stage="reading", work=partial(writer.copy_share, batch, kept, i, shares)) for i in range(shares)]
+        span.end()
+        parts = [Part(batch, 0, 1, work=partial(writer.copy_share, batch, kept, i, shares)) for i in range(shares)]
         batch.expect(shares)
         for part in parts if goes_on else parts[1:]:
             self._jobs.put(part)
         if not goes_on:
             self._worker.do(parts[0])
             self._wait_until_read(batch)
-        plan.meters.add(copy=plan.clock() - began)
 
     def _choose_shares(self, batch: OpenBatch, nbytes: int, goes_on: bool, pull_seconds: float) -> int:
         """Into how many shares a batch is cut; 0 where it is copied here, at once.

@@ -9,10 +9,9 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from prefetchshard.base.clock import Clock
 from prefetchshard.base.config import Pad
 from prefetchshard.base.position import StartPoint
-from prefetchshard.measuring.stats import Meters
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.planning.host_batch import EpochMark, HostBatch
 from prefetchshard.queues.bounded_queue import BoundedQueue, Ticket
 from prefetchshard.reading.user_functions import UserFunctions
@@ -37,26 +36,24 @@ class ReadingPlan(msgspec.Struct):
     Attributes:
         functions: `transform` and `collate`.
         out: where the host batches go.
-        meters: what is measured.
+        recorder: of what the threads do.
         start: where to begin.
         epochs: in this run; None for ever.
         batch_size: rows of a batch; None where the source makes the batches.
         remainder: the policy, `Pad` for "pad".
         workers: threads.
         reuses_buffers: an iterator may overwrite an item as soon as it is asked for the next one.
-        clock: monotonic seconds.
     """
 
     functions: UserFunctions
     out: HostQueue
-    meters: Meters
+    recorder: Recorder
     start: StartPoint
     epochs: int | None
     batch_size: int | None
     remainder: str | Pad
     workers: int
     reuses_buffers: bool
-    clock: Clock
 
     @property
     def pads(self) -> bool:
@@ -80,10 +77,9 @@ class Part:
         rows: which rows of the source; None where the items were pulled.
         items: that were pulled.
         work: what is to be done, where that is something else (a share of a copy).
-        stage: what is being done with it, for an error.
     """
 
-    __slots__ = ("batch", "items", "rows", "stage", "start", "stop", "work")
+    __slots__ = ("batch", "items", "rows", "start", "stop", "work")
 
     def __init__(
         self,
@@ -91,7 +87,6 @@ class Part:
         start: int,
         stop: int,
         *,
-        stage: str,
         rows: Rows | None = None,
         items: Any = None,
         work: Callable[[], None] | None = None,
@@ -99,7 +94,6 @@ class Part:
         self.batch = batch
         self.start = start
         self.stop = stop
-        self.stage = stage
         self.rows = rows
         self.items = items
         self.work = work

@@ -112,7 +112,7 @@ class RowDealer:
                 batch = OpenBatch(ticket, epoch, start, EpochEnd(None if may_be_dropped else span is None))
                 batch.is_last = span is None
                 yield from self._cut(batch, start, done)
-            plan.meters.add(dropped=order.length - done)
+            plan.recorder.count(dropped=order.length - done)
             if is_empty and plan.epochs is None:
                 ticket = plan.out.reserve()
                 if ticket is None:
@@ -148,7 +148,7 @@ class RowDealer:
         for first in range(0, count, size):
             last = min(first + size, count)
             some = slice(rows.start + first, rows.start + last) if isinstance(rows, slice) else rows[first:last]
-            yield Part(batch, first, last, stage="reading", rows=some)
+            yield Part(batch, first, last, rows=some)
 
     # -- how large a part is
 

@@ -13,7 +13,7 @@ from prefetchshard.base.config import Pad
 from prefetchshard.base.errors import BatchError, ConfigError
 from prefetchshard.base.faults import note, of_epoch, safe_to_raise
 from prefetchshard.base.position import EpochEnd, Position, StartPoint, Way
-from prefetchshard.measuring.stats import Meters
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.planning.host_batch import EpochMark, HostBatch, ReadFailure
 from prefetchshard.planning.planner import Planner
 from prefetchshard.queues.bounded_queue import EMPTY, EmptyType, QueueStats
@@ -31,7 +31,7 @@ class Sequencer:
         queue: of what the readers made.
         planner: for the plans by which batches are placed.
         staging: for the memory of a batch that must grow.
-        meters: what is measured.
+        recorder: counts rows that are dropped or padded.
         start: where the run begins.
         batch_size: rows of a batch; None where the source makes the batches.
         remainder: what becomes of a batch that is short; `Pad` for "pad".
@@ -45,7 +45,7 @@ class Sequencer:
         queue: HostQueue,
         planner: Planner,
         staging: Staging,
-        meters: Meters,
+        recorder: Recorder,
         start: StartPoint,
         *,
         batch_size: int | None,
@@ -55,7 +55,7 @@ class Sequencer:
         self._queue = queue
         self._planner = planner
         self._staging = staging
-        self._meters = meters
+        self._recorder = recorder
         self._batch_size = batch_size
         self._remainder = remainder
         self._pads = isinstance(remainder, Pad)
@@ -174,7 +174,7 @@ class Sequencer:
                 self._first.see(plan.rows, host_plan.tree)
             valid = host_plan.rows if host_plan.is_made else batch.examples
             if valid != plan.rows or plan.pad is not None:
-                self._meters.add(padded=batch.complete(plan, valid, self._staging))
+                self._recorder.count(padded=batch.complete(plan, valid, self._staging))
         except BaseException as error:  # noqa: BLE001 - raised again
             raise note(error, "planning", self._position(at, batch))  # noqa: B904 - it is that error
         if self._open is not None:
@@ -243,7 +243,7 @@ class Sequencer:
                     f"(remainder='pad')"
                 )
                 raise note(error, "batching", _place_of_next(at, (at.rows, at.rows + mark.left)))
-            self._meters.add(dropped=mark.left)
+            self._recorder.count(dropped=mark.left)
         self._settle(True)
         if self._is_endless and at.batches == 0:
             empty = ConfigError(
@@ -268,7 +268,7 @@ class Sequencer:
                 f"(remainder='drop') or fill it up under a mask (remainder='pad')"
             )
             raise note(error, "batching", self._position(at, batch))
-        self._meters.add(dropped=rows)
+        self._recorder.count(dropped=rows)
         batch.drop_memory()
         self._queue.release()
         self._settle(True)

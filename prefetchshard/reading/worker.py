@@ -8,6 +8,7 @@ from typing import Any
 
 from prefetchshard.base.errors import NarrowingError
 from prefetchshard.leaves.copying import private_copy
+from prefetchshard.measuring.recorder import Span, Stage
 from prefetchshard.planning.plan import HostPlan
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan
@@ -41,8 +42,6 @@ class Worker:
         self._source = source
         self._tree = tree
         self._array_plan: HostPlan | None = None
-        self._meters = plan.meters
-        self._clock = plan.clock
         self.gathers = source if isinstance(source, Arrays) and functions.transform is None else None
         self._has_functions = functions.transform is not None or functions.collate is not None
         # What these functions do to an item must not reach the source
@@ -59,12 +58,21 @@ class Worker:
     def do(self, part: Part) -> None:
         """Do a part; send its batch where it was the last one."""
         batch: OpenBatch = part.batch
+        copies = part.work is not None or self.gathers is not None
+        stage: Stage = "copying" if copies else "transforming" if part.rows is None else "reading"
+        span = Span(self._plan.recorder, stage, batch.epoch, batch.first_row)
         try:
             if not self._plan.out.cancelled:
-                self._fill(part)
+                self._fill(part, span)
+                took = span.end()
+                if part.work is None:
+                    # Rather the least, since waiting for the interpreter's lock comes on top, the more the smaller the parts are; but
+                    # rows that come from a cache must not stand for all
+                    self.row_seconds = max(1e-7, min(2 * self.row_seconds, took / (part.stop - part.start)))
         except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
             self._name_row(part, error)
-            batch.fail(error, part.stage, self._rows_of(part))
+            # What is copied comes from the source as it is, so to the user that is reading
+            batch.fail(error, "reading" if span.stage == "copying" else span.stage, self._rows_of(part))
         part.items = part.work = None
         is_last = batch.part_done()
         if self.part_done is not None:
@@ -87,33 +95,31 @@ class Worker:
 
     # -- filling
 
-    def _fill(self, part: Part) -> None:
+    def _fill(self, part: Part, span: Span) -> None:
         if part.work is not None:
             part.work()
         elif self.gathers is not None:
-            self._gather(part, self.gathers)
+            self._gather(part, self.gathers, span)
         elif self._plan.batch_size is None:
-            self._fill_whole(part)
+            self._fill_whole(part, span)
         else:
-            self._fill_examples(part)
+            self._fill_examples(part, span)
 
-    def _gather(self, part: Part, source: Arrays) -> None:
+    def _gather(self, part: Part, source: Arrays, span: Span) -> None:
         rows = part.rows
         assert rows is not None
-        began = self._clock()
         if self._plan.functions.collate is not None:
             part.batch.collected = [source.gathered(rows)]
         else:
-            part.stage = "planning"
             plan = self._array_plan
             if plan is None:
+                span.enter("planning")
                 assert self._tree is not None
                 plan = self._array_plan = self._writer.planner.for_arrays(source.leaves, self._tree)
+                span.enter("copying")
             # Here, not where the batch became due: making memory takes long, and the others wait for what is due next
             part.batch.open(lambda: plan, self._writer.staging, source.leaves)
-            part.stage = "reading"
             self._writer.write_rows(part.batch, part.start, part.stop, source.leaves, rows)
-        self._meters.add(copy=self._clock() - began)
 
     def _numbers(self, part: Part) -> tuple[Sequence[int], Sequence[Any] | None]:
         """The number of each item of the part, and the items themselves, where they are there already."""
@@ -131,62 +137,40 @@ class Worker:
             item = private_copy(item)
         return item if functions.transform is None else functions.transformed(item, epoch, number)
 
-    def _fill_examples(self, part: Part) -> None:
+    def _fill_examples(self, part: Part, span: Span) -> None:
         """Read, transform and write examples, one after the other: the source may make them all in one buffer."""
-        batch, clock, has_functions, collected = part.batch, self._clock, self._has_functions, part.batch.collected
+        batch, enter, has_functions, collected = part.batch, span.enter, self._has_functions, part.batch.collected
         writer = self._writer.examples(batch, part.start, part.stop - part.start)
-        in_source = in_transform = in_copy = 0.0
-        began = started = clock()
         numbers, items = self._numbers(part)
         for i, number in enumerate(numbers):
             if items is None:
-                part.stage = "reading"
+                enter("reading")
                 item = self._source.read(number)  # pyright: ignore[reportOptionalMemberAccess] - where there are no items there is one
             else:
                 item = items[i]
-            read = clock()
-            part.stage = "transforming"
             if has_functions:
+                enter("transforming")
                 item = self._transformed(item, batch.epoch, number)
-            done = clock()
-            part.stage = "batching"
+            enter("batching")
             if collected is not None:
                 collected[part.start + i] = item
             else:
                 writer.write(item)
-            in_source += read - began
-            in_transform += done - read
-            began = clock()
-            in_copy += began - done
         writer.finish()
-        ended = clock()
-        if numbers:
-            # Rather the least, since waiting for the interpreter's lock comes on top, the more the smaller the parts are; but rows that
-            # come from a cache must not stand for all
-            self.row_seconds = max(1e-7, min(2 * self.row_seconds, (ended - started) / len(numbers)))
-        if part.rows is None:
-            in_source = 0.0  # measured where it was pulled
-        self._meters.add(source=in_source, transform=in_transform, copy=in_copy + ended - began)
 
-    def _fill_whole(self, part: Part) -> None:
+    def _fill_whole(self, part: Part, span: Span) -> None:
         """Read, transform and write a batch that the source makes."""
-        clock = self._clock
-        began = clock()
         (number,), items = self._numbers(part)
         item = self._source.read(number) if items is None else items[0]  # pyright: ignore[reportOptionalMemberAccess] - as above
-        read = clock()
-        part.stage = "transforming"
         if self._has_functions:
+            span.enter("transforming")
             item = self._transformed(item, part.batch.epoch, number)
-        self._meters.add(source=read - began if part.rows is not None else 0.0, transform=clock() - read)
-        part.stage = "batching"
+        span.enter("batching")
         self._write_whole(part.batch, item)
 
     def _write_whole(self, batch: OpenBatch, item: Any) -> None:
-        began = self._clock()
         leaves, tree = self._writer.flatten(item)
         self._writer.copy_share(batch, self._writer.open_whole(batch, leaves, tree))
-        self._meters.add(copy=self._clock() - began)
 
     # -- the end of a batch
 
@@ -195,16 +179,20 @@ class Worker:
         if batch.is_settled or self._plan.out.cancelled:  # it failed, or is not wanted
             batch.drop_memory()
             return
-        stage = "finishing" if batch.collected is None else "collating"
+        if batch.collected is None and not batch.passed:
+            batch.send()
+            return
+        span = Span(self._plan.recorder, "finishing" if batch.collected is None else "collating", batch.epoch, batch.first_row)
+        stage = span.stage
         try:
             if batch.collected is not None:
-                began = self._clock()
                 collected, batch.collected = batch.collected, None
                 made = self._plan.functions.collated(collected[0] if self.gathers is not None else collected[: batch.examples])
-                self._meters.add(transform=self._clock() - began)
+                span.enter("batching")
                 self._write_whole(batch, made)
-            elif batch.examples is not None and batch.passed:
+            elif batch.examples is not None:
                 self._writer.finish_examples(batch, pads=self._plan.pads)
+            span.end()
             batch.send()
         except BaseException as error:  # noqa: BLE001 - as above
             batch.fail(error, stage)

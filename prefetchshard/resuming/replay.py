@@ -11,10 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from prefetchshard.base.clock import Clock
 from prefetchshard.base.errors import StateError
 from prefetchshard.base.position import StartPoint
-from prefetchshard.measuring.stats import Meters
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.planning.host_batch import SourceMark
 from prefetchshard.resuming.sampling import add_item, is_sampled
 from prefetchshard.sources.iterables import END, EndType, OpenSource, Stream
@@ -35,29 +34,23 @@ class ReplayedSource:
         start: where the run begins.
         batch_size: examples of a batch; None where an item is a batch.
         snapshot_every: batches from one look at the source's own state to the next; None: it is never asked.
-        meters: what is measured.
-        clock: monotonic seconds.
+        recorder: counts what is read again.
 
     Attributes:
         is_inside: whether a thread is in the source's code.
-        pull_seconds: of the last item.
         home_thread: the thread whose event loop the source is pulled in, where it is bound to one.
 
     Thread safety: called by the source's thread; the attributes may be read from any thread.
     """
 
-    def __init__(
-        self, source: Stream, start: StartPoint, batch_size: int | None, snapshot_every: int | None, meters: Meters, clock: Clock
-    ) -> None:
+    def __init__(self, source: Stream, start: StartPoint, batch_size: int | None, snapshot_every: int | None, recorder: Recorder) -> None:
         self.is_inside = False
-        self.pull_seconds = 0.0
         self._source = source
         self.home_thread = None if source.home is None else source.home.thread
         self._start = start
         self._batch_size = batch_size
         self._every = snapshot_every
-        self._meters = meters
-        self._clock = clock
+        self._recorder = recorder
         self._items: OpenSource | None = None
         self._ended = False
         self._batches = 0  # of this epoch, up to the last mark
@@ -118,7 +111,7 @@ class ReplayedSource:
     def _drop(self, items: OpenSource, goal: int, cancelled: Callable[[], bool]) -> bool:
         if goal:
             _LOG.info("going on where the state was saved: %d %s are read again and dropped", goal, self._unit)
-        clock = self._clock
+        clock = self._recorder.clock
         counted, counted_at = 0, clock()
         said_at = counted_at
         size = self._batch_size or 1
@@ -129,7 +122,7 @@ class ReplayedSource:
             if item is END and not is_cancelled:
                 raise self._too_short(done)
             if is_cancelled or now - counted_at > COUNT_SECONDS or done + 1 == goal:
-                self._meters.add(replayed=done + 1 - counted)  # no source seconds: those are of the batches that come
+                self._recorder.count(replayed=done + 1 - counted)  # no source seconds: those are of the batches that come
                 counted, counted_at = done + 1, now
             if is_cancelled:
                 return False
@@ -185,14 +178,11 @@ class ReplayedSource:
         assert self._items is not None
         if self._ended:
             return END
-        began = self._clock()
         self.is_inside = True
         try:
             item = self._items.pull()
         finally:
             self.is_inside = False
-            self.pull_seconds = self._clock() - began
-            self._meters.add(source=self.pull_seconds)
         if item is not END and self._snapshot is None:
             self._look_at(item, row, size)
         return item

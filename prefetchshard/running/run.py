@@ -15,7 +15,8 @@ from prefetchshard.base.clock import Clock
 from prefetchshard.base.errors import PrefetchWarning, UsedUpError
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.threads import run_uncut
-from prefetchshard.measuring.stats import Meters, Stats
+from prefetchshard.measuring.recorder import Recorder
+from prefetchshard.measuring.stats import Stats
 from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits, transfer_bodies
 from prefetchshard.queues.bounded_queue import BoundedQueue
@@ -39,11 +40,10 @@ class Run:
         placer: puts them on the devices.
         outbox: ready batches.
         pace: how many transfers may be on their way at once.
-        meters: what is measured.
+        recorder: of what its threads do.
         staging: the ring.
         workers: reader threads, for the statistics.
         context: the caller's JAX settings.
-        clock: monotonic seconds.
 
     Thread safety: every method may be called from any thread; `cancel` and `abandon` also from a finaliser.
     """
@@ -56,17 +56,15 @@ class Run:
         outbox: ReadyQueue,
         *,
         pace: TransferLimits,
-        meters: Meters,
+        recorder: Recorder,
         staging: Staging,
         workers: int,
         context: JaxContext,
-        clock: Clock,
     ) -> None:
         self.outbox = outbox
-        self.meters = meters
-        self.clock = clock
+        self.recorder = recorder
         self.context = context
-        self.began_at = clock()
+        self.began_at = recorder.clock()
         self.closed = False
         self._reader: Reader | None = reader
         self._inbox = inbox
@@ -86,7 +84,7 @@ class Run:
         )
         for name, body in reader.bodies:
             self.threads.add(name, body)
-        for name, body in transfer_bodies(inbox, placer, outbox, meters, pace):
+        for name, body in transfer_bodies(inbox, placer, outbox, pace):
             self.threads.add(name, body, runs_source=False)
 
     def start(self) -> None:
@@ -135,7 +133,7 @@ class Run:
             at_exit.live.remove(self)
         except KeyError:  # several threads may see that all have left
             return
-        _log.debug("run %#x has ended", id(self))
+        _log.debug("run %#x has ended; the longest spans: %s", id(self), self.recorder.longest_in_words())
 
     def _clear(self) -> None:
         self.outbox.clear()
@@ -152,7 +150,7 @@ class Run:
         Raises:
             UsedUpError: the run was carried into a forked child.
         """
-        note_consumer(self.meters)
+        note_consumer(self.recorder)
         if self._pid != os.getpid():
             raise UsedUpError(
                 "this loader's threads are in the parent of this forked process; make the loader in the child (and note that JAX itself "
@@ -216,7 +214,9 @@ class Run:
 
     def stats(self) -> Stats:
         """What the run has done so far."""
-        return self.meters.stats(workers=self._workers, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats())
+        return self.recorder.stats(
+            workers=self._workers, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats()
+        )
 
 
 def new_queue(capacity: int, clock: Clock, *, held_until_release: bool = False) -> BoundedQueue[Any]:

@@ -1,0 +1,134 @@
+"""Where the time of a run goes: threads say which stage they enter, statistics are the sums."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Literal, TypeAlias
+
+from prefetchshard.base.clock import Clock
+from prefetchshard.measuring.stats import Stats
+from prefetchshard.queues.bounded_queue import QueueStats
+from prefetchshard.staging.aliased import StagingStats
+
+Stage: TypeAlias = Literal["reading", "transforming", "collating", "planning", "copying", "batching", "finishing", "placing"]
+
+
+class Span:
+    """The work of one thread on a batch, or on a part of it, stage after stage. Thread safety: one thread at a time.
+
+    Args:
+        recorder: that gets the seconds.
+        stage: the first one; it begins now.
+        epoch: of the batch.
+        row: the first row of the batch in its epoch; without `batch_size`, its number.
+
+    Attributes:
+        stage: the present one.
+        entered_at: when it was entered, seconds of the recorder's clock; when the span ended, once it did.
+    """
+
+    __slots__ = ("_clock", "_recorder", "entered_at", "epoch", "row", "seconds", "stage")
+
+    def __init__(self, recorder: Recorder, stage: Stage, epoch: int, row: int) -> None:
+        self._recorder = recorder
+        self._clock = recorder.clock
+        self.seconds: defaultdict[Stage, float] = defaultdict(float)
+        self.epoch = epoch
+        self.row = row
+        self.stage: Stage = stage
+        self.entered_at = recorder.clock()
+
+    def enter(self, stage: Stage) -> float:
+        """Leave the present stage for another one. Returns the seconds since the present one was entered."""
+        now = self._clock()
+        took = now - self.entered_at
+        self.seconds[self.stage] += took
+        self.stage = stage
+        self.entered_at = now
+        return took
+
+    def end(self) -> float:
+        """Hand the seconds to the recorder. Returns their sum."""
+        now = self._clock()
+        self.seconds[self.stage] += now - self.entered_at
+        self.entered_at = now
+        return self._recorder.add(self)
+
+
+class Recorder:
+    """What the threads of a run add to.
+
+    Args:
+        clock: monotonic seconds.
+
+    Attributes:
+        longest: of each stage the longest span, with the epoch and the row of its batch.
+
+    Thread safety: `add` and `count` from any thread; the consumer's attributes from the consumer only.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()  # guards the sums that several threads add to
+        self.seconds: defaultdict[Stage, float] = defaultdict(float)
+        self.longest: dict[Stage, tuple[float, int, int]] = {}
+        self.dropped_rows = 0
+        self.padded_rows = 0
+        self.replayed = 0
+        # The consumer's
+        self.first_batch_seconds = 0.0
+        self.batches = 0
+        self.rows = 0
+        self.bytes = 0
+        self.stall_seconds = 0.0
+        self.first_next_at: float | None = None
+        self.last_next_at = 0.0
+
+    def add(self, span: Span) -> float:
+        """Add the seconds of a span. Returns their sum."""
+        total = 0.0
+        with self._lock:
+            for stage, took in span.seconds.items():
+                total += took
+                self.seconds[stage] += took
+                if stage not in self.longest or took > self.longest[stage][0]:
+                    self.longest[stage] = took, span.epoch, span.row
+        return total
+
+    def count(self, *, dropped: int = 0, padded: int = 0, replayed: int = 0) -> None:
+        """Add rows, or items, from any thread."""
+        with self._lock:
+            self.dropped_rows += dropped
+            self.padded_rows += padded
+            self.replayed += replayed
+
+    def longest_in_words(self) -> str:
+        """The longest span of each stage, for a log."""
+        found = sorted(self.longest.items(), key=lambda item: item[1], reverse=True)
+        return ", ".join(f"{stage} {took:.3f} s (epoch {epoch}, row {row})" for stage, (took, epoch, row) in found)
+
+    def stats(self, *, workers: int, host: QueueStats, ready: QueueStats, staging: StagingStats) -> Stats:
+        """What was measured so far."""
+        wall = 0.0 if self.first_next_at is None else self.last_next_at - self.first_next_at
+        spent = self.seconds.copy()
+        return Stats(
+            batches=self.batches,
+            rows=self.rows,
+            bytes=self.bytes,
+            dropped_rows=self.dropped_rows,
+            padded_rows=self.padded_rows,
+            replayed=self.replayed,
+            wall_seconds=wall,
+            stall_seconds=self.stall_seconds,
+            busy_seconds=max(0.0, wall - self.stall_seconds),
+            source_seconds=spent["reading"],
+            transform_seconds=spent["transforming"] + spent["collating"],
+            copy_seconds=spent["planning"] + spent["copying"] + spent["batching"] + spent["finishing"],
+            transfer_seconds=spent["placing"],
+            first_batch_seconds=self.first_batch_seconds,
+            workers=workers,
+            host=host,
+            ready=ready,
+            staging=staging,
+        )

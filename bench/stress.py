@@ -32,7 +32,7 @@ import prefetchshard as ps
 from bench.place import use_devices
 from bench.stress_cases import Case, make_case
 from bench.stress_sums import Sums, device_sums, host_sums
-from prefetchshard.reading import item_dealer
+from prefetchshard.reading import batch_copying
 from prefetchshard.testing import poisoned_staging
 
 _jax: Any = jax
@@ -264,7 +264,7 @@ def run_case(seed: int, number: int, *, poison: bool) -> Checker:
     random = np.random.default_rng([seed, number])
     checker = Checker(make_case(random))
     waits_apart = bool(random.random() < 0.5)
-    item_dealer.HAND_OVER_SECONDS = -1.0 if random.random() < 0.5 else 0.001  # half of them as if the source were slow
+    batch_copying.HAND_OVER_SECONDS = -1.0 if random.random() < 0.5 else 0.001  # half of them as if the source were slow
     try:
         with poisoned_staging(waits_apart=waits_apart) if poison else contextlib.nullcontext():
             checker.run()

@@ -116,7 +116,7 @@ def R(mesh: Mesh) -> NamedSharding:
 def slow_sources() -> Generator[None]:
     """Every source counts as one that takes long enough for its batches to be copied by workers, where it does not hold on to them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefetchshard.reading.item_dealer.HAND_OVER_SECONDS", -1.0)
+        patch.setattr("prefetchshard.reading.batch_copying.HAND_OVER_SECONDS", -1.0)
         yield
 
 

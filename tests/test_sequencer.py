@@ -50,7 +50,9 @@ class Line:
         plan = self.planner.for_batch(leaves, tree)
         memory = self.staging.lease(plan.layout)
         memory.views[0][:] = leaves[0]
-        assert self.queue.put(HostBatch(plan, memory, {}, epoch=epoch, examples=None, end=EpochEnd(), mark=mark))
+        batch = HostBatch(epoch, EpochEnd())
+        batch.host_plan, batch.rows, batch.memory, batch.mark = plan, rows, memory, mark
+        assert self.queue.put(batch)
 
     def end_epoch(self, epoch: int = 0) -> None:
         assert self.queue.put(EpochMark(epoch))
@@ -196,14 +198,14 @@ class Memory:
 def test_what_is_discarded_gives_its_memory_back_with_its_last_part() -> None:
     for parts in range(3):
         batch = OpenBatch(BoundedQueue[Any](4).reserve(), 0, 0, EpochEnd())  # type: ignore[arg-type]
-        batch.memory = memory = Memory()
+        batch.host.memory = memory = Memory()
         for _ in range(parts):
             batch.add_part()
         batch.discard()
         assert memory.released == (parts == 0)  # while a part is at work its memory must stay
         for left in reversed(range(parts)):
             assert batch.part_done() == (left == 0)
-        batch.drop_memory()
+        batch.host.drop_memory()
         assert memory.released == 1
         batch.fail(ValueError("too late"), "reading")
         assert batch.ticket.failure is None

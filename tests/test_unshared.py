@@ -169,7 +169,7 @@ class Watched:
             copy(*args)
 
         monkeypatch.setattr(Writer, "copy_share", late)
-        monkeypatch.setattr("prefetchshard.reading.item_dealer.cpu_count", lambda: 4)
+        monkeypatch.setattr("prefetchshard.reading.batch_copying.cpu_count", lambda: 4)
 
 
 def values(batches: list[Any]) -> list[list[float]]:

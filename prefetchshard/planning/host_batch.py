@@ -34,51 +34,41 @@ class HostBatch:
 
     The readers fill in what they know; the sequencer adds `plan`, `position` and `mask`.
 
+    Args:
+        epoch: of the batch.
+        end: tells whether it ends its epoch, at once or later.
+
     Attributes:
         host_plan: how it lies on the host.
+        rows: that count for it, padding not among them; 0 where its leaves have none in common.
         memory: of the leaves that are staged; None where there are none.
         passed: leaves that are not staged, by index: jax.Arrays, lists of keys, and what stays on the host.
-        epoch: of the batch.
         examples: that it was made of; None where the source makes the batches.
         is_last: whether the source has no item after it in this epoch; None where that is not known.
         mark: what leads back to the place after it; None where rows are found by number.
-        end: tells whether it ends its epoch, at once or later.
         fault: why it does not fit the devices; raised unless it is left out.
         plan: how it is placed and put together again.
         position: where it stands in the data.
-        rows: that count for it, padding not among them; 0 where its leaves have none in common.
         mask: `(rows,)` of bool, False where a row is padding; None where the plan has no mask on the devices.
     """
 
     __slots__ = (
         "end", "epoch", "examples", "fault", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows",
     )  # fmt: skip
+    host_plan: HostPlan
+    rows: int
     plan: Plan
     position: Position
 
-    def __init__(
-        self,
-        host_plan: HostPlan,
-        memory: Memory | None,
-        passed: dict[int, Any],
-        *,
-        epoch: int,
-        examples: int | None,
-        end: EpochEnd,
-        is_last: bool | None = None,
-        mark: SourceMark | None = None,
-        fault: Exception | None = None,
-    ) -> None:
-        self.end = end
-        self.fault = fault
-        self.host_plan = host_plan
-        self.memory = memory
-        self.passed = passed
+    def __init__(self, epoch: int, end: EpochEnd) -> None:
         self.epoch = epoch
-        self.examples = examples
-        self.is_last = is_last
-        self.mark = mark
-        self.rows = (host_plan.rows or 0) if examples is None else examples
+        self.end = end
+        self.examples: int | None = None
+        self.is_last: bool | None = None
+        self.mark: SourceMark | None = None
+        self.fault: Exception | None = None
+        self.memory: Memory | None = None
+        self.passed: dict[int, Any] = {}
         self.mask: AnyArray | None = None
 
     def complete(self, plan: Plan, valid: int | None, staging: Staging) -> int:

@@ -6,35 +6,23 @@ large batches are copied by workers, and `transform` and `collate` run there.
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from prefetchshard.base.position import EpochEnd
-from prefetchshard.base.waiters import Waiters
-from prefetchshard.leaves.copying import are_unshared, private_copy
+from prefetchshard.leaves.copying import private_copy
 from prefetchshard.measuring.recorder import Span
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
+from prefetchshard.reading.batch_copying import BatchCopying
 from prefetchshard.reading.open_batch import OpenBatch
-from prefetchshard.reading.reading_plan import Part, ReadingPlan, cpu_count
+from prefetchshard.reading.reading_plan import Part, ReadingPlan
 from prefetchshard.reading.worker import Worker
 from prefetchshard.reading.writing import Writer
 from prefetchshard.resuming.replay import ReplayedSource
-from prefetchshard.sharding.batch_tree import BatchTree
 from prefetchshard.sources.asynchronous import OwnLoop
 from prefetchshard.sources.iterables import END, OpenSource
-
-COPY_BYTES_PER_SECOND = 4e9
-"""Of one thread, a low guess: 5 to 10 GB/s were measured."""
-
-SHARE_BYTES = 4 << 20
-"""A large batch is copied in shares of at least this size: waking a thread costs as much as copying some hundred kilobytes."""
-
-HAND_OVER_SECONDS = 0.001
-"""A source that takes longer than this for a batch is asked for the next one before a worker has copied it, where that can be."""
 
 
 class ItemDealer:
@@ -59,16 +47,14 @@ class ItemDealer:
         self.helpers: list[threading.Thread] = []
         self.close_failures: list[BaseException] = []
         self._loop = OwnLoop(self.helpers)
-        self._copied = Waiters()
-        self._worker.part_done = self._copied.wake
-        self._copiers = min(plan.workers, cpu_count()) - 1  # beside the source's own thread; copying is all that they do
         self._has_functions = plan.functions.transform is not None or plan.functions.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
         self._jobs: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._copying = BatchCopying(plan, writer, self._worker, self._jobs)
 
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
-        workers = self._plan.workers if self._has_functions else self._copiers if self._plan.batch_size is None else 0
+        workers = self._plan.workers if self._has_functions else self._copying.helpers if self._plan.batch_size is None else 0
         return [("source", self._read), *((f"reader-{i}", self._work) for i in range(workers))]
 
     def _work(self) -> None:
@@ -153,14 +139,15 @@ class ItemDealer:
         first_row = self._source.rows_done(epoch)
         self._before = None
         while (ticket := plan.out.reserve()) is not None:
-            batch = OpenBatch(ticket, epoch, first_row, EpochEnd(None, self._source.home_thread), examples=size)
+            batch = OpenBatch(ticket, epoch, first_row, EpochEnd(None, self._source.home_thread))
+            batch.host.examples = size
             try:
                 count = self._fill(batch, size)
                 if plan.out.cancelled:
                     batch.discard()
                     return False
                 if count:
-                    batch.mark = self._source.mark(count, is_whole=count == size)
+                    batch.host.mark = self._source.mark(count, is_whole=count == size)
             except BaseException as error:  # noqa: BLE001 - as above
                 batch.fail(error, "reading", (first_row, first_row + size))
                 batch.discard()
@@ -169,7 +156,7 @@ class ItemDealer:
                 return self._end_examples(batch, count)
             first_row += size
             self._complete(batch)
-            self._before = batch.end
+            self._before = batch.host.end
         return False
 
     def _fill(self, batch: OpenBatch, size: int) -> int:
@@ -177,7 +164,7 @@ class ItemDealer:
         if self._has_functions:
             return self._fill_by_workers(batch, size)
         source, cancelled = self._source, self._plan.out
-        span = Span(self._plan.recorder, "reading", batch.epoch, batch.first_row)
+        span = Span(self._plan.recorder, "reading", batch.host.epoch, batch.first_row)
         writer = self._writer.examples(batch, 0, size)
         row = 0
         for row in range(size):
@@ -201,7 +188,7 @@ class ItemDealer:
         run = max(1, size // (2 * self._plan.workers))  # several runs a worker: an uneven one delays the batch less
         batch.collected = [None] * size if self._plan.functions.collate is not None else None
         chunk: list[Any] = []
-        span = Span(self._plan.recorder, "reading", batch.epoch, batch.first_row)
+        span = Span(self._plan.recorder, "reading", batch.host.epoch, batch.first_row)
         row = 0
         for row in range(size):
             span.enter("reading")
@@ -244,16 +231,16 @@ class ItemDealer:
         ticket: Any = batch.ticket
         left, paths = count, () if batch.plan is None else batch.plan.tree.paths
         if count and self._plan.pads:
-            batch.examples = count
-            batch.is_last = True
-            batch.end.settle(True)
+            batch.host.examples = count
+            batch.host.is_last = True
+            batch.host.end.settle(True)
             self._complete(batch)
             left, ticket = 0, self._plan.out.reserve()
         elif count:
             batch.discard()
         if ticket is None:
             return False
-        ticket.send(EpochMark(batch.epoch, left, paths))
+        ticket.send(EpochMark(batch.host.epoch, left, paths))
         return not (left and self._plan.remainder == "error")  # the run is lost: nothing more is asked of the source
 
     # -- batches that the source makes
@@ -275,7 +262,7 @@ class ItemDealer:
                 if item is END:
                     ticket.send(EpochMark(epoch))
                     return True
-                batch.mark = source.mark(1, is_whole=True)
+                batch.host.mark = source.mark(1, is_whole=True)
                 span.enter("copying")
                 if self._has_functions:
                     self._goes_on()
@@ -286,71 +273,14 @@ class ItemDealer:
                 else:
                     flat = self._writer.flatten(item)
                     del item  # only the leaves are held from here on: so it shows whether the source holds them too
-                    self._write(batch, *flat, span, took)
+                    self._copying.copy(batch, *flat, span, took)
                     del flat  # the source may use its memory for the next one
             except BaseException as error:  # noqa: BLE001 - as above
                 batch.fail(error, "reading")
                 return False
             number += 1
-            self._before = batch.end
+            self._before = batch.host.end
         return False
-
-    def _write(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree, span: Span, took: float) -> None:
-        """Copy a batch in this thread, by a worker while the source goes on, or, where it is large, in shares by several.
-
-        Args:
-            batch: to be filled.
-            leaves: of the batch that the source made.
-            tree: of these leaves.
-            span: in which they are copied.
-            took: seconds, the source for this batch.
-        """
-        plan, writer = self._plan, self._writer
-        # The first batch is looked at in this thread
-        goes_on = not plan.reuses_buffers or (self._copiers > 0 and writer.has_plan and are_unshared(leaves))
-        kept = writer.open_whole(batch, leaves, tree)
-        nbytes = 0 if batch.plan is None else batch.plan.layout.nbytes
-        is_slow = goes_on and self._copiers > 0 and took > HAND_OVER_SECONDS
-        shares = self._choose_shares(batch, nbytes, goes_on, took)
-        if is_slow and nbytes:
-            shares = max(1, shares)
-        if not (shares > 1 or (shares and goes_on)):
-            writer.copy_share(batch, kept)
-            span.end()
-            batch.send()
-            return
-        span.end()
-        parts = [Part(batch, 0, 1, work=partial(writer.copy_share, batch, kept, i, shares)) for i in range(shares)]
-        batch.expect(shares)
-        for part in parts if goes_on else parts[1:]:
-            self._jobs.put(part)
-        if not goes_on:
-            self._worker.do(parts[0])
-            self._wait_until_read(batch)
-
-    def _choose_shares(self, batch: OpenBatch, nbytes: int, goes_on: bool, pull_seconds: float) -> int:
-        """Into how many shares a batch is cut; 0 where it is copied here, at once.
-
-        Where the source goes on meanwhile, just as many copy as keep up with it: each that wakes takes the interpreter's lock from it.
-        """
-        has_rows = batch.plan is not None and batch.plan.rows
-        most = min(self._copiers + (not goes_on), nbytes // SHARE_BYTES) if has_rows else 0
-        if not goes_on or most < 1:
-            return most
-        return max(1, min(most, math.ceil(1.5 * nbytes / COPY_BYTES_PER_SECOND / max(pull_seconds, 1e-6))))
-
-    def _wait_until_read(self, batch: OpenBatch) -> None:
-        """Wait for the other shares; the source must not be touched before, also where nothing more is wanted."""
-        while not batch.is_read:
-            try:
-                part = self._jobs.get_nowait()  # workers that were dismissed leave parts behind
-            except queue.Empty:
-                self._copied.wait(lambda: batch.is_read)
-                return
-            if part is not None:
-                self._worker.do(part)
-            elif not self._plan.out.cancelled:
-                self._jobs.put(None)
 
 
 def _nothing() -> None:

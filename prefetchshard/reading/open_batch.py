@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prefetchshard.base.memory import AnyArray, Memory
+from prefetchshard.base.memory import AnyArray
 from prefetchshard.base.position import EpochEnd
 from prefetchshard.leaves.on_host import blank
-from prefetchshard.planning.host_batch import HostBatch, ReadFailure, SourceMark
+from prefetchshard.planning.host_batch import HostBatch, ReadFailure
 from prefetchshard.planning.plan import HostPlan, Kind
 from prefetchshard.reading.reading_plan import HostTicket
 from prefetchshard.staging.aliased import Staging
@@ -18,42 +18,31 @@ from prefetchshard.staging.aliased import Staging
 class OpenBatch:
     """One batch on its way from the source into the staging memory.
 
-    Attributes:
+    Args:
         ticket: its place in the order.
         epoch: of the batch.
         first_row: rows of the epoch before it; without `batch_size`, batches.
         end: tells whether it ends its epoch, at once or later.
-        examples: how many it is made of; None where the source makes the batches. Set before its last part is done.
+
+    Attributes:
+        ticket: its place in the order.
+        host: what the transfer gets.
+        first_row: as above.
         collected: what `collate` gets; None where examples are written as they come.
-        is_last: whether the source has no item after it in this epoch; None where that is not known.
-        mark: what leads back to the place after it.
         plan: how it lies on the host; None before it is opened.
-        memory: of its staged leaves.
-        passed: its other leaves, by index.
         may_be_left_out: it may turn out to be a short last batch, which need not fit the devices.
-        fault: why it does not fit, where it may be left out.
         is_settled: it was sent, failed or dropped.
     """
 
-    __slots__ = (
-        "_closed", "_lock", "_parts", "collected", "end", "epoch", "examples", "fault", "first_row", "is_last", "is_settled", "mark",
-        "may_be_left_out", "memory", "passed", "plan", "ticket",
-    )  # fmt: skip
+    __slots__ = ("_closed", "_lock", "_parts", "collected", "first_row", "host", "is_settled", "may_be_left_out", "plan", "ticket")
 
-    def __init__(self, ticket: HostTicket, epoch: int, first_row: int, end: EpochEnd, *, examples: int | None = None) -> None:
+    def __init__(self, ticket: HostTicket, epoch: int, first_row: int, end: EpochEnd) -> None:
         self.ticket = ticket
-        self.epoch = epoch
+        self.host = HostBatch(epoch, end)
         self.first_row = first_row
-        self.end = end
-        self.examples = examples
         self.collected: list[Any] | None = None
-        self.is_last: bool | None = None
-        self.mark: SourceMark | None = None
-        self.may_be_left_out = False
-        self.fault: Exception | None = None
         self.plan: HostPlan | None = None
-        self.memory: Memory | None = None
-        self.passed: dict[int, Any] = {}
+        self.may_be_left_out = False
         self.is_settled = False
         self._lock = threading.Lock()  # guards opening, settling, and the count of parts
         self._parts = 0
@@ -71,11 +60,11 @@ class OpenBatch:
             with self._lock:
                 if self.plan is None:
                     plan = make_plan()
-                    if self.examples is not None:
+                    if self.host.examples is not None:
                         for i, leaf in enumerate(plan.leaves):
                             if leaf.kind in (Kind.HOST, Kind.KEYS):
-                                self.passed[i] = [None] * (plan.rows or 0) if arrays is None else blank(arrays[i], leaf.shape)
-                    self.memory = staging.lease(plan.layout) if plan.staged else None
+                                self.host.passed[i] = [None] * (plan.rows or 0) if arrays is None else blank(arrays[i], leaf.shape)
+                    self.host.memory = staging.lease(plan.layout) if plan.staged else None
                     self.plan = plan
         return self.plan
 
@@ -119,35 +108,19 @@ class OpenBatch:
         """The batch is complete."""
         if not self._settle():
             return
-        plan = self.plan
+        host, plan = self.host, self.plan
         assert plan is not None
-        self.ticket.send(
-            HostBatch(
-                plan,
-                self.memory,
-                self.passed,
-                epoch=self.epoch,
-                examples=self.examples,
-                end=self.end,
-                is_last=self.is_last,
-                mark=self.mark,
-                fault=self.fault,
-            )
-        )
+        host.host_plan = plan
+        host.rows = (plan.rows or 0) if host.examples is None else host.examples
+        self.ticket.send(host)
 
     def fail(self, error: BaseException, stage: str, rows: tuple[int, int] | None = None) -> None:
         """The batch cannot be made: the queue ends here. What is settled stays as it is."""
         if self._settle():
-            self.ticket.fail(ReadFailure(error, stage, self.epoch, rows=rows))
+            self.ticket.fail(ReadFailure(error, stage, self.host.epoch, rows=rows))
 
     def discard(self) -> None:
         """The batch is not wanted. Its memory goes back with its last part."""
         self._settle()
         if self.close_parts():
-            self.drop_memory()
-
-    def drop_memory(self) -> None:
-        """Give the memory back unused; nobody writes it any more."""
-        memory, self.memory = self.memory, None
-        if memory is not None:
-            memory.release()
+            self.host.drop_memory()

@@ -110,7 +110,7 @@ class RowDealer:
                 # The last item of a source that makes the batches may turn out short, and be dropped
                 may_be_dropped = plan.batch_size is None and plan.remainder == "drop" and order.length - done == 1
                 batch = OpenBatch(ticket, epoch, start, EpochEnd(None if may_be_dropped else span is None))
-                batch.is_last = span is None
+                batch.host.is_last = span is None
                 yield from self._cut(batch, start, done)
             plan.recorder.count(dropped=order.length - done)
             if is_empty and plan.epochs is None:
@@ -137,12 +137,12 @@ class RowDealer:
         plan = self._plan
         count = stop - start
         if plan.batch_size is not None:
-            batch.examples = count
+            batch.host.examples = count
         else:
-            batch.may_be_left_out = bool(batch.is_last) and not plan.pads
+            batch.may_be_left_out = bool(batch.host.is_last) and not plan.pads
         if plan.functions.collate is not None and self._worker.gathers is None:
             batch.collected = [None] * count
-        rows = self._rows_at(batch.epoch, start, stop)
+        rows = self._rows_at(batch.host.epoch, start, stop)
         size = self._choose_size(count)
         batch.expect(-(-count // size))
         for first in range(0, count, size):

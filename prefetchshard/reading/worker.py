@@ -60,7 +60,7 @@ class Worker:
         batch: OpenBatch = part.batch
         copies = part.work is not None or self.gathers is not None
         stage: Stage = "copying" if copies else "transforming" if part.rows is None else "reading"
-        span = Span(self._plan.recorder, stage, batch.epoch, batch.first_row)
+        span = Span(self._plan.recorder, stage, batch.host.epoch, batch.first_row)
         try:
             if not self._plan.out.cancelled:
                 self._fill(part, span)
@@ -150,7 +150,7 @@ class Worker:
                 item = items[i]
             if has_functions:
                 enter("transforming")
-                item = self._transformed(item, batch.epoch, number)
+                item = self._transformed(item, batch.host.epoch, number)
             enter("batching")
             if collected is not None:
                 collected[part.start + i] = item
@@ -164,7 +164,7 @@ class Worker:
         item = self._source.read(number) if items is None else items[0]  # pyright: ignore[reportOptionalMemberAccess] - as above
         if self._has_functions:
             span.enter("transforming")
-            item = self._transformed(item, part.batch.epoch, number)
+            item = self._transformed(item, part.batch.host.epoch, number)
         span.enter("batching")
         self._write_whole(part.batch, item)
 
@@ -177,20 +177,20 @@ class Worker:
     def finish(self, batch: OpenBatch) -> None:
         """All parts of the batch are done: send it on."""
         if batch.is_settled or self._plan.out.cancelled:  # it failed, or is not wanted
-            batch.drop_memory()
+            batch.host.drop_memory()
             return
-        if batch.collected is None and not batch.passed:
+        if batch.collected is None and not batch.host.passed:
             batch.send()
             return
-        span = Span(self._plan.recorder, "finishing" if batch.collected is None else "collating", batch.epoch, batch.first_row)
+        span = Span(self._plan.recorder, "finishing" if batch.collected is None else "collating", batch.host.epoch, batch.first_row)
         stage = span.stage
         try:
             if batch.collected is not None:
                 collected, batch.collected = batch.collected, None
-                made = self._plan.functions.collated(collected[0] if self.gathers is not None else collected[: batch.examples])
+                made = self._plan.functions.collated(collected[0] if self.gathers is not None else collected[: batch.host.examples])
                 span.enter("batching")
                 self._write_whole(batch, made)
-            elif batch.examples is not None:
+            elif batch.host.examples is not None:
                 self._writer.finish_examples(batch, pads=self._plan.pads)
             span.end()
             batch.send()

@@ -53,11 +53,11 @@ class Writer:
         """Gather rows of the arrays as rows `start` to `stop` of the batch."""
         plan = batch.plan
         assert plan is not None
-        memory, narrow = batch.memory, self._narrow
+        memory, narrow = batch.host.memory, self._narrow
         staged = 0
         for j, leaf in enumerate(plan.leaves):
             if leaf.kind is Kind.HOST:
-                batch.passed[j][start:stop] = arrays[j][rows]
+                batch.host.passed[j][start:stop] = arrays[j][rows]
                 continue
             assert memory is not None
             view = memory.views[staged]
@@ -84,9 +84,9 @@ class Writer:
             self._recent = None
             if not batch.may_be_left_out:
                 raise plan.refusal
-            batch.fault = plan.refusal
+            batch.host.fault = plan.refusal
             return leaves
-        batch.memory = self.staging.lease(plan.layout) if plan.staged else None
+        batch.host.memory = self.staging.lease(plan.layout) if plan.staged else None
         return leaves
 
     def copy_share(self, batch: OpenBatch, leaves: list[Any], first: int = 0, count: int = 1) -> None:
@@ -97,10 +97,10 @@ class Writer:
         """
         plan = batch.plan
         assert plan is not None
-        if batch.fault is not None:
+        if batch.host.fault is not None:
             return
-        if count == 1 and plan.is_plain and batch.memory is not None:  # most batches: nothing of it can fail
-            for view, value in zip(batch.memory.views, leaves, strict=True):
+        if count == 1 and plan.is_plain and batch.host.memory is not None:  # most batches: nothing of it can fail
+            for view, value in zip(batch.host.memory.views, leaves, strict=True):
                 np.copyto(view, value)
             return
         try:
@@ -108,17 +108,17 @@ class Writer:
         except NarrowingError as error:
             if not batch.may_be_left_out:
                 raise
-            batch.fault = error
+            batch.host.fault = error
 
     def _copy_share(self, batch: OpenBatch, plan: HostPlan, leaves: list[Any], first: int, count: int) -> None:
-        views = iter(batch.memory.views if batch.memory is not None else ())
+        views = iter(batch.host.memory.views if batch.host.memory is not None else ())
         for leaf, value in zip(plan.leaves, leaves, strict=True):
             if leaf.kind is Kind.STAGED:
                 self._copy_leaf(next(views), value, leaf, first, count)
         if first == 0 and len(plan.staged) < len(leaves):
             for j, leaf in enumerate(plan.leaves):
                 if leaf.kind is not Kind.STAGED:
-                    batch.passed[j] = leaves[j] if leaf.kind is Kind.DEVICE else self.keep(leaves[j])
+                    batch.host.passed[j] = leaves[j] if leaf.kind is Kind.DEVICE else self.keep(leaves[j])
 
     def _copy_leaf(self, view: AnyArray, value: AnyArray, leaf: Leaf, first: int, count: int) -> None:
         row = 0 if leaf.has_rows else None
@@ -133,14 +133,14 @@ class Writer:
 
     def finish_examples(self, batch: OpenBatch, *, pads: bool) -> None:
         """Put the leaves that stay on the host together, of a batch of examples all of which are written."""
-        plan, count = batch.plan, batch.examples
+        plan, count = batch.plan, batch.host.examples
         assert plan is not None and count is not None
-        for j, value in batch.passed.items():
+        for j, value in batch.host.passed.items():
             leaf = plan.leaves[j]
             if leaf.kind is Kind.KEYS:
-                batch.passed[j] = value[:count]
+                batch.host.passed[j] = value[:count]
             elif type(value) is list:
-                batch.passed[j] = stack_on_host(cast("list[Any]", value)[:count], leaf.path, plan.rows if pads else None)
+                batch.host.passed[j] = stack_on_host(cast("list[Any]", value)[:count], leaf.path, plan.rows if pads else None)
 
 
 class ExampleWriter:
@@ -173,7 +173,7 @@ class ExampleWriter:
         if tree is not plan.tree and tree != plan.tree:
             raise _other_tree(plan.tree, tree, batch.first_row + self._row)
         row, view = self._row, 0
-        views = batch.memory.views if batch.memory is not None else ()
+        views = batch.host.memory.views if batch.host.memory is not None else ()
         for j, leaf in enumerate(plan.leaves):
             value = leaves[j]
             if leaf.kind is not Kind.STAGED:
@@ -196,7 +196,7 @@ class ExampleWriter:
             check_key(leaf.path, self._batch.first_row + self._row, value, leaf.example, leaf.dtype)
         else:
             value = self._writer.keep(value)
-        self._batch.passed[index][self._row] = value
+        self._batch.host.passed[index][self._row] = value
 
     def _wide_rows(self, index: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
         rows = self._wide.get(index)
@@ -213,9 +213,9 @@ class ExampleWriter:
         batch, written = self._batch, self._row - self._start
         if not self._wide or not written:
             return
-        assert batch.plan is not None and batch.memory is not None
+        assert batch.plan is not None and batch.host.memory is not None
         for j, rows in self._wide.items():
-            view = batch.memory.views[batch.plan.staged.index(j)][self._start : self._row]
+            view = batch.host.memory.views[batch.plan.staged.index(j)][self._start : self._row]
             store(view, rows[:written], path=batch.plan.leaves[j].path, policy=self._writer.planner.narrow, row=self._start)
 
 

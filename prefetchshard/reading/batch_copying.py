@@ -1,0 +1,108 @@
+"""Copies batches that the source makes: in the source's thread, in a worker while the source goes on, or in shares by several."""
+
+from __future__ import annotations
+
+import math
+import queue
+from functools import partial
+from typing import Any
+
+from prefetchshard.base.waiters import Waiters
+from prefetchshard.leaves.copying import are_unshared
+from prefetchshard.measuring.recorder import Span
+from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.reading.reading_plan import Part, ReadingPlan, cpu_count
+from prefetchshard.reading.worker import Worker
+from prefetchshard.reading.writing import Writer
+from prefetchshard.sharding.batch_tree import BatchTree
+
+COPY_BYTES_PER_SECOND = 4e9
+"""Of one thread, a low guess: 5 to 10 GB/s were measured."""
+
+SHARE_BYTES = 4 << 20
+"""A large batch is copied in shares of at least this size: waking a thread costs as much as copying some hundred kilobytes."""
+
+HAND_OVER_SECONDS = 0.001
+"""A source that takes longer than this for a batch is asked for the next one before a worker has copied it, where that can be."""
+
+
+class BatchCopying:
+    """Decides for each batch who copies it.
+
+    Args:
+        plan: of the reading.
+        writer: writes into the memory of batches.
+        worker: does parts in the source's own thread.
+        jobs: what its other threads do.
+
+    Attributes:
+        helpers: threads that copy beside the source's own; copying is all that they do.
+
+    Thread safety: called by the source's thread.
+    """
+
+    def __init__(self, plan: ReadingPlan, writer: Writer, worker: Worker, jobs: queue.SimpleQueue[Part | None]) -> None:
+        self._plan = plan
+        self._writer = writer
+        self._worker = worker
+        self._jobs = jobs
+        self._copied = Waiters()
+        worker.part_done = self._copied.wake
+        self.helpers = min(plan.workers, cpu_count()) - 1
+
+    def copy(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree, span: Span, took: float) -> None:
+        """Copy a batch in this thread, by a worker while the source goes on, or, where it is large, in shares by several.
+
+        Args:
+            batch: to be filled.
+            leaves: of the batch that the source made.
+            tree: of these leaves.
+            span: in which they are copied.
+            took: seconds, the source for this batch.
+        """
+        plan, writer = self._plan, self._writer
+        # The first batch is looked at in this thread
+        goes_on = not plan.reuses_buffers or (self.helpers > 0 and writer.has_plan and are_unshared(leaves))
+        kept = writer.open_whole(batch, leaves, tree)
+        nbytes = 0 if batch.plan is None else batch.plan.layout.nbytes
+        is_slow = goes_on and self.helpers > 0 and took > HAND_OVER_SECONDS
+        shares = self._choose_shares(batch, nbytes, goes_on, took)
+        if is_slow and nbytes:
+            shares = max(1, shares)
+        if not (shares > 1 or (shares and goes_on)):
+            writer.copy_share(batch, kept)
+            span.end()
+            batch.send()
+            return
+        span.end()
+        parts = [Part(batch, 0, 1, work=partial(writer.copy_share, batch, kept, i, shares)) for i in range(shares)]
+        batch.expect(shares)
+        for part in parts if goes_on else parts[1:]:
+            self._jobs.put(part)
+        if not goes_on:
+            self._worker.do(parts[0])
+            self._wait_until_read(batch)
+
+    def _choose_shares(self, batch: OpenBatch, nbytes: int, goes_on: bool, pull_seconds: float) -> int:
+        """Into how many shares a batch is cut; 0 where it is copied here, at once.
+
+        Where the source goes on meanwhile, just as many copy as keep up with it: each that wakes takes the interpreter's lock from it.
+        """
+        has_rows = batch.plan is not None and batch.plan.rows
+        most = min(self.helpers + (not goes_on), nbytes // SHARE_BYTES) if has_rows else 0
+        if not goes_on or most < 1:
+            return most
+        return max(1, min(most, math.ceil(1.5 * nbytes / COPY_BYTES_PER_SECOND / max(pull_seconds, 1e-6))))
+
+    def _wait_until_read(self, batch: OpenBatch) -> None:
+        """Wait for the other shares; the source must not be touched before, also where nothing more is wanted."""
+        while not batch.is_read:
+            try:
+                part = self._jobs.get_nowait()  # workers that were dismissed leave parts behind
+            except queue.Empty:
+                self._copied.wait(lambda: batch.is_read)
+                return
+            if part is not None:
+                self._worker.do(part)
+            elif not self._plan.out.cancelled:
+                self._jobs.put(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
@@ -13,6 +13,7 @@ from prefetchshard.base.errors import ConfigError, UsedUpError
 from prefetchshard.base.limits import parse_bytes
 from prefetchshard.base.specs import BatchSpec
 from prefetchshard.building.run_factory import RunFactory
+from prefetchshard.consumer import Consumer
 from prefetchshard.iterator import LoaderIterator
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.queues import async_waiting as aio
@@ -22,6 +23,13 @@ from prefetchshard.running.closing import close_runs
 from prefetchshard.running.run import Run
 
 __all__ = ["Loader", "prefetch"]
+
+
+class _Begun(NamedTuple):
+    """A run that was started: what the user gets of it, and what the loader does."""
+
+    iterator: LoaderIterator
+    consumer: Consumer
 
 
 class Loader:
@@ -126,9 +134,9 @@ class Loader:
         )
         self._factory = RunFactory(source, sharding, settings, MONOTONIC)
         self._lock = threading.RLock()  # guards the start of runs
-        self._runs: list[tuple[weakref.ref[LoaderIterator], Run]] = []
-        self._only: LoaderIterator | None = None  # the run over a one-shot source
-        self._asked: LoaderIterator | None = None  # a run that `spec` started, for the next `iter`
+        self._runs: list[tuple[weakref.ref[Consumer], Run]] = []
+        self._only: _Begun | None = None  # the run over a one-shot source
+        self._asked: _Begun | None = None  # a run that `spec` started, for the next `iter`
         if state is not None:
             self._factory.go_on_from(state)
         self._last = HandedOut(self._factory.next_start)  # of the run that was started last
@@ -137,40 +145,41 @@ class Loader:
         self._factory.check_process()
         with self._lock:
             if self._only is not None:
-                return self._the_only_run(self._only)
-            return self._take_over() or self._start()
+                return self._the_only_run(self._only).iterator
+            return (self._take_over() or self._start()).iterator
 
     def __aiter__(self) -> LoaderIterator:
         return iter(self)
 
-    def _start(self) -> LoaderIterator:
-        iterator = LoaderIterator(self._factory, self._factory.next_start)
+    def _start(self) -> _Begun:
+        consumer = Consumer(self._factory)
+        begun = _Begun(LoaderIterator(consumer), consumer)
         self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
-        self._runs.append((weakref.ref(iterator), iterator.run))
-        self._last = iterator.progress
+        self._runs.append((weakref.ref(consumer), consumer.run))
+        self._last = consumer.handed_out
         if self._factory.one_shot:
-            self._only = iterator
+            self._only = begun
         try:
-            iterator.run.start()  # last: what Ctrl-C leaves of it is known here
+            consumer.run.start()  # last: what Ctrl-C leaves of it is known here
         except BaseException:
             if not self._factory.one_shot:  # else the next `iter` gets it: nothing that was read is lost
-                iterator.run.abandon()
+                consumer.run.abandon()
             raise
-        return iterator
+        return begun
 
-    def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:
-        if iterator.is_live:
-            iterator.run.start()  # Ctrl-C may have cut off the `iter` that made it
-            return iterator
+    def _the_only_run(self, begun: _Begun) -> _Begun:
+        if begun.consumer.is_live:
+            begun.consumer.run.start()  # Ctrl-C may have cut off the `iter` that made it
+            return begun
         raise UsedUpError(
             "the source is a one-shot iterator, exhausted by an earlier run of this loader (or closed): pass something that can be "
             "iterated again, or a function that makes a new iterator each epoch"
         )
 
-    def live_runs(self) -> list[LoaderIterator]:
-        """The runs that have neither ended nor failed nor been closed."""
-        iterators = [ref() for ref, _ in self._runs]
-        return [iterator for iterator in iterators if iterator is not None and iterator.is_live]
+    def _live(self) -> list[Consumer]:
+        """Of the runs that have neither ended nor failed nor been closed."""
+        consumers = [ref() for ref, _ in self._runs]
+        return [consumer for consumer in consumers if consumer is not None and consumer.is_live]
 
     def stats(self) -> Stats:
         """The statistics of the only live run; of none: of the last one.
@@ -178,11 +187,11 @@ class Loader:
         Raises:
             ConfigError: several runs are live (ask the iterator), or there was none.
         """
-        live = self.live_runs()
+        live = self._live()
         if len(live) > 1:
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).stats()")
         if live:
-            return live[0].stats()
+            return live[0].run.stats()
         if self._factory.last_run is None:
             raise ConfigError("this loader has not run yet")
         return self._factory.last_run.stats()
@@ -197,7 +206,7 @@ class Loader:
         Raises:
             ConfigError: several runs are live: ask the iterator.
         """
-        live = self.live_runs()
+        live = self._live()
         if len(live) > 1:
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).state()")
         return live[0].state() if live else self._last.state(self._factory.fingerprint)
@@ -212,32 +221,32 @@ class Loader:
         """
         leaves = self._factory.known_spec()
         if leaves is None:
-            run = self._run_to_look_at()
+            consumer = self._run_to_look_at()
             try:
-                leaves = run.learn_spec()
+                leaves = consumer.learn_spec()
             except BaseException:
                 self._asked = None  # nothing to take over
                 raise
             finally:
-                del run
+                del consumer
         return BatchSpec(leaves, self._factory.ahead)
 
-    def _run_to_look_at(self) -> LoaderIterator:
+    def _run_to_look_at(self) -> Consumer:
         with self._lock:
             if self._only is not None:
-                return self._the_only_run(self._only)
-            iterator = self._take_over() or self._start()
-            self._asked = None if self._factory.one_shot else iterator
-            return iterator
+                return self._the_only_run(self._only).consumer
+            begun = self._take_over() or self._start()
+            self._asked = None if self._factory.one_shot else begun
+            return begun.consumer
 
-    def _take_over(self) -> LoaderIterator | None:
+    def _take_over(self) -> _Begun | None:
         """The run that `spec` started, unless other JAX settings are in force now."""
-        iterator, self._asked = self._asked, None
-        if iterator is None or not iterator.is_live:
+        begun, self._asked = self._asked, None
+        if begun is None or not begun.consumer.is_live:
             return None
-        if iterator.is_under_these_settings():
-            return iterator
-        iterator.close()
+        if begun.consumer.is_under_these_settings():
+            return begun
+        begun.consumer.run.close()
         return None
 
     def __len__(self) -> int:
@@ -282,7 +291,7 @@ class Loader:
         await aio.in_thread(self.close)
 
     def __repr__(self) -> str:
-        live = self.live_runs()
+        live = self._live()
         state = f"{len(live)} live run{'s' if len(live) != 1 else ''}" if live else self._factory.rest()
         return f"<Loader over {self._factory.describe()}: {state}>"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from prefetchshard.base.position import Position
 from prefetchshard.consumer import Consumer
@@ -13,10 +13,19 @@ from prefetchshard.resuming.loader_state import LoaderState
 from prefetchshard.running.at_exit import hold_daemons
 from prefetchshard.running.closing import close_runs
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # that of Python 3.11 has no default
+
+    Batch_co = TypeVar("Batch_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Batch_co = TypeVar("Batch_co", covariant=True)
+
 __all__ = ["LoaderIterator"]
 
 
-class LoaderIterator:
+class LoaderIterator(Generic[Batch_co]):
     """One run of a loader: its threads, and the batches in order, for a `for` and for an `async for` loop.
 
     Example:
@@ -33,10 +42,10 @@ class LoaderIterator:
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
 
-    def __iter__(self) -> LoaderIterator:
+    def __iter__(self) -> LoaderIterator[Batch_co]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch_co:
         consumer = self._consumer
         began = consumer.clock()
         consumer.run.check_consumer()
@@ -55,10 +64,10 @@ class LoaderIterator:
         finally:
             del self, consumer, end  # the traceback holds this frame
 
-    def __aiter__(self) -> LoaderIterator:
+    def __aiter__(self) -> LoaderIterator[Batch_co]:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> Batch_co:
         consumer = self._consumer
         began = consumer.clock()
         consumer.run.check_consumer()

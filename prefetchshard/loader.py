@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, Self
 
 from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
@@ -14,7 +14,7 @@ from prefetchshard.base.limits import parse_bytes
 from prefetchshard.base.specs import BatchSpec
 from prefetchshard.building.run_factory import RunFactory
 from prefetchshard.consumer import Consumer
-from prefetchshard.iterator import LoaderIterator
+from prefetchshard.iterator import Batch_co, LoaderIterator
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.resuming.handed_out import HandedOut
@@ -28,14 +28,15 @@ __all__ = ["Loader", "prefetch"]
 class _Begun(NamedTuple):
     """A run that was started: what the user gets of it, and what the loader does."""
 
-    iterator: LoaderIterator
+    iterator: LoaderIterator[Any]
     consumer: Consumer
 
 
-class Loader:
+class Loader(Generic[Batch_co]):
     """Reads a source ahead and keeps the next sharded batches on the devices while a step runs.
 
     A loader says what to read and where to put it. It starts no thread by itself; `iter(loader)` and `aiter(loader)` start a run.
+    `ps.Loader[Batch]` says what a batch is, for type checkers; unsaid it is what `device_transform` returns, or Any.
 
     Example:
         arrays = {"x": np.zeros((64, 3), np.float32), "y": np.zeros(64, np.int32)}
@@ -103,7 +104,7 @@ class Loader:
         seed: int = 0,
         epochs: int | None = 1,
         transform: Callable[..., Any] | None = None,
-        device_transform: Callable[..., Any] | None = None,
+        device_transform: Callable[..., Batch_co] | None = None,
         microbatches: int | None = None,
         workers: int | Literal["auto"] = "auto",
         reuses_buffers: bool = True,
@@ -141,14 +142,14 @@ class Loader:
             self._factory.go_on_from(state)
         self._last = HandedOut(self._factory.next_start)  # of the run that was started last
 
-    def __iter__(self) -> LoaderIterator:
+    def __iter__(self) -> LoaderIterator[Batch_co]:
         self._factory.check_process()
         with self._lock:
             if self._only is not None:
                 return self._the_only_run(self._only).iterator
             return (self._take_over() or self._start()).iterator
 
-    def __aiter__(self) -> LoaderIterator:
+    def __aiter__(self) -> LoaderIterator[Batch_co]:
         return iter(self)
 
     def _start(self) -> _Begun:
@@ -278,13 +279,13 @@ class Loader:
         """`close` without blocking the event loop, also while the task is being cancelled."""
         await aio.in_thread(self.close)
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         close_runs(self._all_runs())
 
-    async def __aenter__(self) -> Loader:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, Self
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
@@ -23,6 +24,9 @@ from prefetchshard.running.closing import close_runs
 from prefetchshard.running.run import Run
 
 __all__ = ["Loader", "prefetch"]
+
+Params = ParamSpec("Params")
+Made = TypeVar("Made")
 
 
 class _Begun(NamedTuple):
@@ -297,12 +301,23 @@ class Loader(Generic[Batch_co]):
         return f"<Loader over {self._factory.describe()}: {state}>"
 
 
-def prefetch(source: Any, sharding: Any = None, **options: Any) -> Loader:
-    """`Loader` under the name that reads well around an iterator.
+def _with_arguments_of(make: Callable[Params, Made]) -> Callable[[Callable[..., Any]], Callable[Params, Made]]:
+    """For a function that passes its arguments on: type checkers and `inspect.signature` see those of what it calls."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[Params, Made]:
+        function.__signature__ = inspect.signature(make).replace(return_annotation=make)
+        return function
+
+    return decorate
+
+
+@_with_arguments_of(Loader)
+def prefetch(*args: Any, **options: Any) -> Loader:
+    """`Loader`, with all its arguments, under the name that reads well around an iterator.
 
     Example:
         batches = ({"x": np.full((16, 3), i, np.float32)} for i in range(10))
         for batch in ps.prefetch(batches, P("data")):
             assert batch["x"].shape == (16, 3)
     """
-    return Loader(source, sharding, **options)
+    return Loader(*args, **options)

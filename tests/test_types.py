@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import typing
 from collections.abc import Mapping
 from typing import Any, assert_type
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import prefetchshard as ps
@@ -61,6 +63,24 @@ def test_device_transform_says_it() -> None:
     assert all(type(batch) is tuple for batch in loader)
     wrong: ps.Loader[jax.Array] = ps.Loader(ROWS, batch_size=8, device_transform=both)  # pyright: ignore[reportAssignmentType]
     assert wrong
+
+
+def test_prefetch_is_typed_as_the_loader_is() -> None:
+    for batch in ps.prefetch([ROWS], P("data")):
+        assert_type(batch, Any)
+    loader: ps.Loader[jax.Array] = ps.prefetch([ROWS], sharding=P("data"), workers=1)
+    assert_type([*loader], list[jax.Array])
+    assert_type(ps.prefetch(ROWS, batch_size=8, device_transform=both), ps.Loader[tuple[jax.Array, jax.Array]])
+    with pytest.raises(TypeError, match=r"Loader.*'batchsize'"):
+        ps.prefetch(ROWS, batchsize=8)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ps.ConfigError, match="batch_size"):
+        ps.prefetch(ROWS, batch_size="8")  # pyright: ignore[reportArgumentType]
+
+
+def test_prefetch_shows_the_arguments_of_the_loader() -> None:
+    shown = inspect.signature(ps.prefetch)
+    assert shown.parameters == inspect.signature(ps.Loader).parameters
+    assert shown.return_annotation is ps.Loader
 
 
 def test_annotations_can_be_read_when_it_runs() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
@@ -13,7 +14,8 @@ from prefetchshard.base.errors import ConfigError, UsedUpError
 from prefetchshard.base.limits import parse_bytes
 from prefetchshard.base.specs import BatchSpec
 from prefetchshard.building.run_factory import RunFactory
-from prefetchshard.iterator import LoaderIterator
+from prefetchshard.consumer import Consumer
+from prefetchshard.iterator import Batch_co, LoaderIterator
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.resuming.handed_out import HandedOut
@@ -23,11 +25,22 @@ from prefetchshard.running.run import Run
 
 __all__ = ["Loader", "prefetch"]
 
+Params = ParamSpec("Params")
+Made = TypeVar("Made")
 
-class Loader:
+
+class _Begun(NamedTuple):
+    """A run that was started: what the user gets of it, and what the loader does."""
+
+    iterator: LoaderIterator[Any]
+    consumer: Consumer
+
+
+class Loader(Generic[Batch_co]):
     """Reads a source ahead and keeps the next sharded batches on the devices while a step runs.
 
     A loader says what to read and where to put it. It starts no thread by itself; `iter(loader)` and `aiter(loader)` start a run.
+    `ps.Loader[Batch]` says what a batch is, for type checkers; unsaid it is what `device_transform` returns, or Any.
 
     Example:
         arrays = {"x": np.zeros((64, 3), np.float32), "y": np.zeros(64, np.int32)}
@@ -95,7 +108,7 @@ class Loader:
         seed: int = 0,
         epochs: int | None = 1,
         transform: Callable[..., Any] | None = None,
-        device_transform: Callable[..., Any] | None = None,
+        device_transform: Callable[..., Batch_co] | None = None,
         microbatches: int | None = None,
         workers: int | Literal["auto"] = "auto",
         reuses_buffers: bool = True,
@@ -126,51 +139,52 @@ class Loader:
         )
         self._factory = RunFactory(source, sharding, settings, MONOTONIC)
         self._lock = threading.RLock()  # guards the start of runs
-        self._runs: list[tuple[weakref.ref[LoaderIterator], Run]] = []
-        self._only: LoaderIterator | None = None  # the run over a one-shot source
-        self._asked: LoaderIterator | None = None  # a run that `spec` started, for the next `iter`
+        self._runs: list[tuple[weakref.ref[Consumer], Run]] = []
+        self._only: _Begun | None = None  # the run over a one-shot source
+        self._asked: _Begun | None = None  # a run that `spec` started, for the next `iter`
         if state is not None:
             self._factory.go_on_from(state)
         self._last = HandedOut(self._factory.next_start)  # of the run that was started last
 
-    def __iter__(self) -> LoaderIterator:
+    def __iter__(self) -> LoaderIterator[Batch_co]:
         self._factory.check_process()
         with self._lock:
             if self._only is not None:
-                return self._the_only_run(self._only)
-            return self._take_over() or self._start()
+                return self._the_only_run(self._only).iterator
+            return (self._take_over() or self._start()).iterator
 
-    def __aiter__(self) -> LoaderIterator:
+    def __aiter__(self) -> LoaderIterator[Batch_co]:
         return iter(self)
 
-    def _start(self) -> LoaderIterator:
-        iterator = LoaderIterator(self._factory, self._factory.next_start)
+    def _start(self) -> _Begun:
+        consumer = Consumer(self._factory)
+        begun = _Begun(LoaderIterator(consumer), consumer)
         self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
-        self._runs.append((weakref.ref(iterator), iterator.run))
-        self._last = iterator.progress
+        self._runs.append((weakref.ref(consumer), consumer.run))
+        self._last = consumer.handed_out
         if self._factory.one_shot:
-            self._only = iterator
+            self._only = begun
         try:
-            iterator.run.start()  # last: what Ctrl-C leaves of it is known here
+            consumer.run.start()  # last: what Ctrl-C leaves of it is known here
         except BaseException:
             if not self._factory.one_shot:  # else the next `iter` gets it: nothing that was read is lost
-                iterator.run.abandon()
+                consumer.run.abandon()
             raise
-        return iterator
+        return begun
 
-    def _the_only_run(self, iterator: LoaderIterator) -> LoaderIterator:
-        if iterator.is_live:
-            iterator.run.start()  # Ctrl-C may have cut off the `iter` that made it
-            return iterator
+    def _the_only_run(self, begun: _Begun) -> _Begun:
+        if begun.consumer.is_live:
+            begun.consumer.run.start()  # Ctrl-C may have cut off the `iter` that made it
+            return begun
         raise UsedUpError(
             "the source is a one-shot iterator, exhausted by an earlier run of this loader (or closed): pass something that can be "
             "iterated again, or a function that makes a new iterator each epoch"
         )
 
-    def live_runs(self) -> list[LoaderIterator]:
-        """The runs that have neither ended nor failed nor been closed."""
-        iterators = [ref() for ref, _ in self._runs]
-        return [iterator for iterator in iterators if iterator is not None and iterator.is_live]
+    def _live(self) -> list[Consumer]:
+        """Of the runs that have neither ended nor failed nor been closed."""
+        consumers = [ref() for ref, _ in self._runs]
+        return [consumer for consumer in consumers if consumer is not None and consumer.is_live]
 
     def stats(self) -> Stats:
         """The statistics of the only live run; of none: of the last one.
@@ -178,11 +192,11 @@ class Loader:
         Raises:
             ConfigError: several runs are live (ask the iterator), or there was none.
         """
-        live = self.live_runs()
+        live = self._live()
         if len(live) > 1:
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).stats()")
         if live:
-            return live[0].stats()
+            return live[0].run.stats()
         if self._factory.last_run is None:
             raise ConfigError("this loader has not run yet")
         return self._factory.last_run.stats()
@@ -197,7 +211,7 @@ class Loader:
         Raises:
             ConfigError: several runs are live: ask the iterator.
         """
-        live = self.live_runs()
+        live = self._live()
         if len(live) > 1:
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).state()")
         return live[0].state() if live else self._last.state(self._factory.fingerprint)
@@ -212,32 +226,32 @@ class Loader:
         """
         leaves = self._factory.known_spec()
         if leaves is None:
-            run = self._run_to_look_at()
+            consumer = self._run_to_look_at()
             try:
-                leaves = run.learn_spec()
+                leaves = consumer.learn_spec()
             except BaseException:
                 self._asked = None  # nothing to take over
                 raise
             finally:
-                del run
+                del consumer
         return BatchSpec(leaves, self._factory.ahead)
 
-    def _run_to_look_at(self) -> LoaderIterator:
+    def _run_to_look_at(self) -> Consumer:
         with self._lock:
             if self._only is not None:
-                return self._the_only_run(self._only)
-            iterator = self._take_over() or self._start()
-            self._asked = None if self._factory.one_shot else iterator
-            return iterator
+                return self._the_only_run(self._only).consumer
+            begun = self._take_over() or self._start()
+            self._asked = None if self._factory.one_shot else begun
+            return begun.consumer
 
-    def _take_over(self) -> LoaderIterator | None:
+    def _take_over(self) -> _Begun | None:
         """The run that `spec` started, unless other JAX settings are in force now."""
-        iterator, self._asked = self._asked, None
-        if iterator is None or not iterator.is_live:
+        begun, self._asked = self._asked, None
+        if begun is None or not begun.consumer.is_live:
             return None
-        if iterator.is_under_these_settings():
-            return iterator
-        iterator.close()
+        if begun.consumer.is_under_these_settings():
+            return begun
+        begun.consumer.run.close()
         return None
 
     def __len__(self) -> int:
@@ -269,30 +283,41 @@ class Loader:
         """`close` without blocking the event loop, also while the task is being cancelled."""
         await aio.in_thread(self.close)
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         close_runs(self._all_runs())
 
-    async def __aenter__(self) -> Loader:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await aio.in_thread(self.close)
 
     def __repr__(self) -> str:
-        live = self.live_runs()
+        live = self._live()
         state = f"{len(live)} live run{'s' if len(live) != 1 else ''}" if live else self._factory.rest()
         return f"<Loader over {self._factory.describe()}: {state}>"
 
 
-def prefetch(source: Any, sharding: Any = None, **options: Any) -> Loader:
-    """`Loader` under the name that reads well around an iterator.
+def _with_arguments_of(make: Callable[Params, Made]) -> Callable[[Callable[..., Any]], Callable[Params, Made]]:
+    """For a function that passes its arguments on: type checkers and `inspect.signature` see those of what it calls."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[Params, Made]:
+        function.__signature__ = inspect.signature(make).replace(return_annotation=make)
+        return function
+
+    return decorate
+
+
+@_with_arguments_of(Loader)
+def prefetch(*args: Any, **options: Any) -> Loader:
+    """`Loader`, with all its arguments, under the name that reads well around an iterator.
 
     Example:
         batches = ({"x": np.full((16, 3), i, np.float32)} for i in range(10))
         for batch in ps.prefetch(batches, P("data")):
             assert batch["x"].shape == (16, 3)
     """
-    return Loader(source, sharding, **options)
+    return Loader(*args, **options)

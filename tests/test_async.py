@@ -324,7 +324,7 @@ def test_a_cancelled_task_group_around_the_loop(S: NamedSharding, run: Any) -> N
             gate.open = True
             gate.allow()
             tasks.cancel_scope.cancel()
-        assert loader.live_runs() == []
+        assert loader._live() == []
         assert loader_threads() == []
 
     run(main)
@@ -414,7 +414,7 @@ def test_aclose_closes_although_the_task_is_cancelled(S: NamedSharding, run: Any
                         await anyio.sleep(PATIENCE_SECONDS)
                     finally:
                         await (iterator if close == "iterator" else loader).aclose()
-            assert loader.live_runs() == []
+            assert loader._live() == []
             assert loader_threads() == []
         assert closed == ["source"] * 3
 
@@ -474,7 +474,7 @@ def test_an_iterator_that_is_dropped_ends_by_itself(S: NamedSharding, run: Any) 
                 return
 
         await drop()
-        assert loader.live_runs() == []
+        assert loader._live() == []
         await until(lambda: not loader_threads())
 
     run(main)

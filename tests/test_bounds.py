@@ -139,7 +139,7 @@ def test_a_failure_and_a_drop_stop_the_reading(S: NamedSharding) -> None:
         return value
 
     iterator = iter(ps.prefetch(generator(ENDLESS, counter), S, transform=transform, workers=2))
-    wait_until(lambda: iterator.run.outbox.stats().ready == 2)
+    wait_until(lambda: iterator._consumer.outbox.stats().ready == 2)
     wait_until(lambda: not any(thread.name.startswith("prefetchshard-source") for thread in loader_threads()))
     assert counter.pulled <= 20
     iterator.close()

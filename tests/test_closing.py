@@ -159,7 +159,7 @@ def drop_at_the_end(loader: ps.Loader) -> None:
     iterator = iter(loader)
     for _ in range(18):
         next(iterator)
-    wait_until(lambda: iterator.run.has_ended)
+    wait_until(lambda: iterator._consumer.run.has_ended)
 
 
 DROPS = [break_off, drop_iterator, drop_before_the_first, drop_in_a_cycle, drop_after_an_error, drop_spec, drop_full, drop_at_the_end]
@@ -201,7 +201,7 @@ def test_queued_batches_die(how: str, S: NamedSharding) -> None:
     iterator = iter(loader)
     refs = [weakref.ref(next(iterator))]
     wait_until(lambda: iterator.stats().ready.ready >= 2)
-    peeked: Any = iterator.run.outbox.peek_nowait()
+    peeked: Any = iterator._consumer.outbox.peek_nowait()
     refs.append(weakref.ref(peeked.batch))
     del peeked
     if how == "close":
@@ -212,7 +212,7 @@ def test_queued_batches_die(how: str, S: NamedSharding) -> None:
     elif how == "end":
         exhaust(iterator)  # pyright: ignore[reportArgumentType]
     else:
-        wait_until(lambda: how == "drop" or iterator.run.has_ended)
+        wait_until(lambda: how == "drop" or iterator._consumer.run.has_ended)
         del iterator
         wait_until(no_threads)
     gc.collect()
@@ -227,7 +227,7 @@ def test_the_finaliser_takes_no_lock_and_waits_for_nobody(S: NamedSharding, monk
     cycle: list[Any] = [iter(loader), loader]
     cycle.append(cycle)
     assert gate.inside.wait(HANG_SECONDS)
-    run = cycle[0].run
+    run = cycle[0]._consumer.run
     for waits in ("close_runs", "join"):
         monkeypatch.setattr(f"prefetchshard.running.closing.{waits}", lambda *_, **__: pytest.fail("it waits"))
     gc.disable()
@@ -422,7 +422,9 @@ def test_a_signal_handler_may_close_while_its_thread_takes_a_batch(S: NamedShard
 
     def prepare() -> None:
         runs[:] = [iter(ps.prefetch(Iterable(ENDLESS), S, transform=lambda x: x, workers=1, depth=1))]
-        wait_until(lambda: len(runs[0].run.outbox.senders) == 1)  # not among those that a burst leaves waiting, who wake by themselves
+        wait_until(
+            lambda: len(runs[0]._consumer.outbox.senders) == 1
+        )  # not among those that a burst leaves waiting, who wake by themselves
 
     def close() -> None:
         began = time.monotonic()
@@ -720,7 +722,7 @@ def test_memory_of_a_stuck_thread_is_not_used_again(S: NamedSharding) -> None:
     entered.wait(HANG_SECONDS)
     with pytest.warns(ps.StuckThreadWarning):
         first_run.close()
-    assert iter(loader)._factory is first_run._factory  # pyright: ignore[reportPrivateUsage] - one ring for both
+    assert iter(loader)._consumer.factory is first_run._consumer.factory  # pyright: ignore[reportPrivateUsage] - one ring for both
     second: list[Any] = []
     for i, value in enumerate(loader):
         second.append(value)

@@ -130,7 +130,7 @@ def test_an_interrupted_close_can_be_finished(S: NamedSharding) -> None:
 
     for _ in interrupted_everywhere(prepare, lambda: run.close()):
         run.close()
-        assert run.run.has_ended
+        assert run._consumer.run.has_ended
         assert ended(run)
         wait_until(no_threads)  # Python's own `join` does not know of one that Ctrl-C cut off (CPython 3.11 and 3.12)
 
@@ -148,7 +148,7 @@ def test_an_interrupted_end_is_an_end_still(fails: bool, S: NamedSharding) -> No
         nonlocal run
         run = iter(ps.prefetch(Iterable(2, act) if fails else Iterable(1), S, workers=1))
         next(run)
-        wait_until(lambda: run.run.has_ended)
+        wait_until(lambda: run._consumer.run.has_ended)
 
     end = ZeroDivisionError if fails else StopIteration
     for _ in interrupted_everywhere(prepare, lambda: unless(end, lambda: run.__next__())):

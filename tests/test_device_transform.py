@@ -329,7 +329,7 @@ def test_what_ctrl_c_cut_off_in_it_is_done_again(S: NamedSharding) -> None:
     iterator = iter(ps.prefetch([np.full(8, i, np.int32) for i in range(4)], S, device_transform=lambda x: x + 1))
     next(iterator)
     wait_until(lambda: iterator.stats().ready.ready >= 1)
-    placed: Any = iterator.run.outbox.peek_nowait()
+    placed: Any = iterator._consumer.outbox.peek_nowait()
     finish = placed.finish
 
     def interrupted() -> Any:

@@ -21,7 +21,8 @@ RANKS = [
     {"on_device", "reading"},
     {"running"},
     {"building"},
-    {"iterator", "telling"},
+    {"consumer", "telling"},
+    {"iterator"},
     {"loader"},
     {"__init__", "checkpoint", "testing"},
     {"app"},  # a user of the public names

@@ -124,7 +124,7 @@ def test_what_is_there_already_or_lies_on_one_device_is_put_ahead(S: NamedShardi
     one = SingleDeviceSharding(jax.devices()[0])
     for place in (S, one):
         iterator = iter(ps.prefetch(batches(place, np.float32, [ROWS] * 3), S))
-        first = iterator._outbox
+        first = iterator._consumer.outbox
         assert first.wait_ready(10)
         placed = first.peek_nowait()
         assert isinstance(placed.batch, dict)  # made before anybody took it

@@ -51,7 +51,7 @@ def test_spec_of_arrays_reads_nothing(S: NamedSharding, R: NamedSharding) -> Non
     source = {"x": np.zeros((20, 3)), "n": np.zeros(20, np.int16), "name": np.array(["a"] * 20)}
     loader = ps.Loader(source, {"x": S, "n": R, "name": ps.HOST}, batch_size=16, remainder="pad")
     spec = loader.spec()
-    assert loader.live_runs() == []
+    assert loader._live() == []
     assert loader_threads() == []
     assert {path: (leaf.shape, leaf.dtype, leaf.bytes_per_device) for path, leaf in spec.items()} == {
         "x": ((16, 3), np.float32, 24),
@@ -88,7 +88,7 @@ def test_no_batch_is_lost_by_asking(S: NamedSharding, consume: Consume) -> None:
         assert joined(seen, lambda b: b[:1]).tolist() == [0, 1, 2, 3, 4]
         assert places(seen)[0] == (0, 0, 1, 8, False)
         assert loader.spec()[""].shape == (8,), "known by now"
-        assert loader.live_runs() == []
+        assert loader._live() == []
 
 
 def test_the_run_that_spec_started_is_taken_over(S: NamedSharding) -> None:
@@ -122,15 +122,15 @@ def test_spec_while_a_run_is_live_and_after_it(S: NamedSharding) -> None:
     iter(never_read).close()
     with pytest.raises(ps.UsedUpError):
         never_read.spec()
-    assert never_read.live_runs() == []
+    assert never_read._live() == []
 
 
 def test_a_run_that_spec_started_is_closed_with_the_loader(S: NamedSharding) -> None:
     source = Asked()
     with ps.Loader(source, S) as loader:
         loader.spec()
-        assert loader.live_runs()
-    assert loader.live_runs() == []
+        assert loader._live()
+    assert loader._live() == []
     assert (source.opened, source.closed) == (1, 1)
     assert len(sync(loader)) == 5
 
@@ -205,7 +205,7 @@ def test_which_run_is_meant(S: NamedSharding) -> None:
     second.close()
     assert loader.stats().batches == 1
     first.close()
-    assert loader.live_runs() == []
+    assert loader._live() == []
 
 
 def test_stall_and_busy_add_up_to_the_wall(S: NamedSharding, consume: Consume) -> None:
@@ -388,7 +388,7 @@ def test_with_closes_every_run(S: NamedSharding) -> None:
         first, second = iter(loader), iter(loader)
         next(first)
         next(second)
-    assert loader.live_runs() == []
+    assert loader._live() == []
     assert loader_threads() == []
     assert source.opened == source.closed == 2
     for iterator in (first, second):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
+import numpy as np
 import pytest
 
 import prefetchshard as ps
@@ -45,6 +47,11 @@ PUBLIC = {
     "UsedUpError",
 }
 
+METHODS = {
+    "Loader": {"aclose", "close", "spec", "state", "stats"},
+    "LoaderIterator": {"aclose", "close", "position", "state", "stats"},
+}
+
 
 def test_the_names_are_these() -> None:
     found = {
@@ -68,3 +75,17 @@ def test_each_name_is_documented(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_the_readme_names_it(name: str) -> None:
     assert name in (REPOSITORY / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_the_methods_are_these(kind: str) -> None:
+    """What an instance holds is its own."""
+    with ps.Loader(np.zeros(8), batch_size=8) as loader:
+        thing: Any = {"Loader": loader, "LoaderIterator": iter(loader)}[kind]
+        assert {name for name in dir(thing) if not name.startswith("_")} == METHODS[kind]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in METHODS.items() for name in sorted(names)])
+def test_each_method_is_documented(kind: str, name: str) -> None:
+    assert (getattr(ps, kind).__dict__[name].__doc__ or "").strip()
+    assert f"`{name}" in (REPOSITORY / "README.md").read_text()

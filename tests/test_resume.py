@@ -67,7 +67,7 @@ def test_every_point_of_a_run(depth: int, S: NamedSharding) -> None:
         iterator = iter(make())
         head = take(iterator, k)
         if k < 10:
-            assert iterator._outbox.wait_ready()  # it has run ahead
+            assert iterator._consumer.outbox.wait_ready()  # it has run ahead
         state = through_bytes(iterator.state())
         iterator.close()
         assert (state.rows, state.batches, state.step) == (8 * k, k, k)
@@ -82,7 +82,7 @@ def test_a_state_does_not_depend_on_depth_or_time(kind: str, S: NamedSharding) -
         found = [iterator.state().encode()]
         for _ in iterator:
             if options["depth"] == 3:
-                iterator._outbox.wait_ready()  # the source has run ahead, or ended
+                iterator._consumer.outbox.wait_ready()  # the source has run ahead, or ended
             found.append(iterator.state().encode())
         found.append(iterator.state().encode())
         return found
@@ -301,9 +301,9 @@ def test_threads_that_share_a_run_leave_the_state_of_the_furthest(S: NamedShardi
     assert sorted(got) == list(range(len(got)))
     assert iterator.state().step == len(got) == 90
     # Two threads that took a batch each, and come to say so in the other order.
-    taken = [iterator._outbox.take_nowait() for _ in range(2) if iterator._outbox.wait_ready()]
+    taken = [iterator._consumer.outbox.take_nowait() for _ in range(2) if iterator._consumer.outbox.wait_ready()]
     for item in reversed(taken):
-        iterator._hand_out(item, 0.0)
+        iterator._consumer._hand_out(item, 0.0)
     assert iterator.state().step == 92
     iterator.close()
 

@@ -142,7 +142,7 @@ def test_runs_may_begin_and_close_in_many_threads(S: NamedSharding) -> None:
             next(iterator)
             if i % 3 == 0:
                 iterator.close()
-            loader.live_runs()
+            loader._live()
             repr(loader)
             if i % 5 == 0:
                 loader.close()

@@ -85,7 +85,7 @@ def test_the_snapshot_is_that_of_the_last_batch_handed_out(names: tuple[str, str
     source = Stateful(names=names)
     iterator = iter(ps.prefetch(source, sharding=S, depth=4))
     assert values(iterator, 3) == [0, 1, 2]
-    assert iterator._outbox.wait_ready()  # it has read on
+    assert iterator._consumer.outbox.wait_ready()  # it has read on
     state = through_bytes(iterator.state())
     iterator.close()
     assert source.i > 3

@@ -65,7 +65,7 @@ class Consumer:
         now = self.clock()
         if recorder.first_next_at is None:
             recorder.first_batch_seconds = max(0.0, item.ready_at - self.run.began_at)
-            self.factory.remember_spec(item, x64=self.run.context.x64)
+            self.factory.specs.remember(item, x64=self.run.context.x64)
             recorder.first_next_at = began
         # No call from here on, so no Ctrl-C in between: it is handed out and counted, or neither.
         recorder.stall_seconds += now - began
@@ -157,7 +157,7 @@ class Consumer:
             self.outbox.wait_ready()
             item = self.outbox.peek_nowait()
             if item is not EMPTY and (item.finish is None or self._finish(item)):
-                return self.factory.learn_spec(item, x64=self.run.context.x64)
+                return self.factory.specs.learn(item, x64=self.run.context.x64)
         self._has_failed()
         end = self.failure_or(BatchError("the source has no batch, so it cannot be told what one looks like"))
         try:

@@ -224,7 +224,7 @@ class Loader(Generic[Batch_co]):
         Raises:
             BatchError: the source has no batch.
         """
-        leaves = self._factory.known_spec()
+        leaves = self._factory.specs.known()
         if leaves is None:
             consumer = self._run_to_look_at()
             try:

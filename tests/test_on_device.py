@@ -298,7 +298,7 @@ def test_dropping_the_loader_lets_go_of_the_arrays(S: NamedSharding) -> None:
     loader = ps.Loader(source, S, batch_size=8)
     iterator = iter(loader)
     next(iterator)
-    rows = loader._factory._device_rows
+    rows = loader._factory.specs._device_rows
     assert rows is not None
     stored = weakref.ref(rows[1]._stores[0])
     del rows
@@ -315,7 +315,7 @@ def test_a_jax_array_that_is_there_is_used_as_it_is(S: NamedSharding, R: NamedSh
     loader = ps.Loader(ps.OnDevice(there), S, batch_size=8, shuffle=True)
     host = ps.Loader(X, S, batch_size=8, shuffle=True)
     assert_alike(host, loader)
-    rows = loader._factory._device_rows
+    rows = loader._factory.specs._device_rows
     assert rows is not None
     assert rows[1]._stores[0] is there
 
@@ -358,7 +358,7 @@ def test_whole_rows_are_gathered_without_a_collective(store: Any) -> None:
         ps.OnDevice({"x": X, "y": Y}, store and {"x": store, "y": P()}), {"x": sharding, "y": None}, batch_size=8, remainder="pad"
     )
     next(iter(loader))
-    rows = loader._factory._device_rows
+    rows = loader._factory.specs._device_rows
     assert rows is not None
     (gather,) = rows[1]._gathers
     numbers = jax.device_put(np.zeros(8, np.int32), gather.numbers_at)

@@ -145,6 +145,7 @@ class Loader(Generic[Batch_co]):
         if state is not None:
             self._factory.go_on_from(state)
         self._last = HandedOut(self._factory.next_start)  # of the run that was started last
+        self._last_run: Run | None = None
 
     def __iter__(self) -> LoaderIterator[Batch_co]:
         self._factory.check_process()
@@ -161,7 +162,7 @@ class Loader(Generic[Batch_co]):
         begun = _Begun(LoaderIterator(consumer), consumer)
         self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
         self._runs.append((weakref.ref(consumer), consumer.run))
-        self._last = consumer.handed_out
+        self._last, self._last_run = consumer.handed_out, consumer.run
         if self._factory.one_shot:
             self._only = begun
         try:
@@ -197,9 +198,9 @@ class Loader(Generic[Batch_co]):
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).stats()")
         if live:
             return live[0].run.stats()
-        if self._factory.last_run is None:
+        if self._last_run is None:
             raise ConfigError("this loader has not run yet")
-        return self._factory.last_run.stats()
+        return self._last_run.stats()
 
     def state(self) -> LoaderState:
         """The state of the only live run; of none: where the run that was started last stopped.

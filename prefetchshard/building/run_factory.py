@@ -63,7 +63,6 @@ class RunFactory:
         self._ring: Staging | None = None
         self.fingerprint = fingerprint_of(settings, self._source, self.batch_size)
         self.next_start = StartPoint(resumes_by="replay" if self._order is None else "index")
-        self.last_run: Run | None = None
         check_endless(self._source, settings, self._order)
         self.specs = BatchSpecs(self._source, rules, settings, self.batch_size, self._limits)
 
@@ -120,7 +119,7 @@ class RunFactory:
             remainder=settings.policy,
             is_endless=settings.epochs is None,
         )
-        run = Run(
+        return Run(
             self._reader(plan, Writer(planner, staging, keeper(self._source, settings)), self._source if rows is None else rows.numbers),
             sequencer,
             Placer(device_transform, context, recorder, gather=rows),
@@ -131,8 +130,6 @@ class RunFactory:
             workers=self.workers,
             context=context,
         )
-        self.last_run = run
-        return run
 
     def _reader(self, plan: ReadingPlan, writer: Writer, source: Source) -> Reader:
         if source.is_numbered is True:

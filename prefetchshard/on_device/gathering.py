@@ -43,11 +43,11 @@ class Gather:
 
     def __init__(self, plan: Plan, members: list[int], stored: Sequence[Sharding]) -> None:
         self.members = members
-        shardings = [plan.put_shardings[n] for n in members]
+        shardings = [plan.put.shardings[n] for n in members]
         self.numbers_at = replicated_like(shardings[0])
-        indices = [plan.put_order[n] for n in members]
+        indices = [plan.put.indices[n] for n in members]
         self._leaves = [index for index in indices if index != MASK]
-        parts = [_Part(plan, n, None if plan.put_order[n] == MASK else stored[plan.put_order[n]]) for n in members]
+        parts = [_Part(plan, n, None if plan.put.indices[n] == MASK else stored[plan.put.indices[n]]) for n in members]
         body = partial(_gather_parts, parts, plan.microbatches)
         if isinstance(self.numbers_at, NamedSharding):
             body = jax.shard_map(
@@ -81,7 +81,7 @@ def gathers_of(plan: Plan, stored: Sequence[Sharding]) -> list[Gather]:
         stored: the sharding of the array of each leaf.
     """
     groups: dict[Any, list[int]] = {}
-    for n, sharding in enumerate(plan.put_shardings):
+    for n, sharding in enumerate(plan.put.shardings):
         key = mesh_of(sharding) if isinstance(sharding, NamedSharding) else next(iter(sharding.device_set))
         groups.setdefault(key, []).append(n)
     return [Gather(plan, members, stored) for members in groups.values()]
@@ -102,16 +102,16 @@ class _Part:
 
     def __init__(self, plan: Plan, n: int, stored: Sharding | None) -> None:
         self.is_mask = stored is None
-        spec = _entries(plan.put_shardings[n])
+        spec = _entries(plan.put.shardings[n])
         self._rows_axis = 0 if plan.microbatches is None else 1
-        entries = [*spec, *[None] * (len(plan.put_shapes[n]) - len(spec))]
+        entries = [*spec, *[None] * (len(plan.put.shapes[n]) - len(spec))]
         self._row_names = axis_names(entries[self._rows_axis])
         self._example_entries = entries[self._rows_axis + 1 :]
-        index = plan.put_order[n]
+        index = plan.put.indices[n]
         leaf = None if index == MASK else plan.leaves[index]
         self._padding = None if leaf is None else leaf.padding
         self.type_after: Any = None
-        if leaf is not None and self._padding is not None and is_small_float(leaf.target) and is_on_cpu(plan.put_shardings[n]):
+        if leaf is not None and self._padding is not None and is_small_float(leaf.target) and is_on_cpu(plan.put.shardings[n]):
             self.type_after = leaf.target
         held = _entries(stored)
         self._store_names = axis_names(held[0]) if held and stored is not None and row_split(stored) > 1 else ()

@@ -74,7 +74,7 @@ class DeviceRows:
         number = np.arange(source.length, dtype=np.int32)
         self.numbers = Arrays((number,) * len(where), [number] * len(where), source.length)
         self.rules: ShardingRules = resolve(where)
-        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and is_on_cpu(plan.put_shardings[0]))
+        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and is_on_cpu(plan.put.shardings[0]))
 
     def check_memory(self, batches: int) -> None:
         """Whether the devices have room for the arrays, and for so many batches.
@@ -118,7 +118,7 @@ class DeviceRows:
         Returns:
             The arrays of the batch, in the put order of its plan.
         """
-        arrays: list[Any] = [None] * len(self.plan.put_order)
+        arrays: list[Any] = [None] * len(self.plan.put.indices)
         for gather, some in zip(self._gathers, numbers, strict=True):
             for n, array in zip(gather.members, gather(some, self._stores), strict=True):
                 arrays[n] = array

@@ -53,10 +53,10 @@ class Deferred:
 
     def __init__(self, plan: Plan, n: int, value: Any) -> None:
         self._plan = plan
-        self._index = plan.put_order[n]
-        self._shape = plan.put_shapes[n]
-        self._sharding = plan.put_shardings[n]
-        self._path = plan.put_paths[n]
+        self._index = plan.put.indices[n]
+        self._shape = plan.put.shapes[n]
+        self._sharding = plan.put.shardings[n]
+        self._path = plan.put.paths[n]
         self._value = value
 
     def put(self) -> Any:
@@ -181,10 +181,10 @@ def _to_put(host: HostBatch) -> tuple[list[Any], list[Any], list[str]]:
     """What is put of a batch, where it goes, and its paths: the slab of the packed leaves first, where there is one."""
     plan, memory = host.plan, host.memory
     if plan.packing is None or memory is None:
-        return [_leaf_to_put(host, n) for n in range(len(plan.put_order))], plan.put_shardings, plan.put_paths
+        return [_leaf_to_put(host, n) for n in range(len(plan.put.indices))], plan.put.shardings, plan.put.paths
     others = plan.packing.others
-    shardings = [plan.packing.sharding, *(plan.put_shardings[n] for n in others)]
-    return [memory.slab, *(_leaf_to_put(host, n) for n in others)], shardings, ["(small leaves)", *(plan.put_paths[n] for n in others)]
+    shardings = [plan.packing.sharding, *(plan.put.shardings[n] for n in others)]
+    return [memory.slab, *(_leaf_to_put(host, n) for n in others)], shardings, ["(small leaves)", *(plan.put.paths[n] for n in others)]
 
 
 def _put_but_late(leaves: list[Any], shardings: list[Any], paths: list[str]) -> list[Any]:
@@ -199,7 +199,7 @@ def _put_but_late(leaves: list[Any], shardings: list[Any], paths: list[str]) -> 
 
 def _leaf_to_put(host: HostBatch, n: int) -> Any:
     plan, memory = host.plan, host.memory
-    index, shape = plan.put_order[n], plan.put_shapes[n]
+    index, shape = plan.put.indices[n], plan.put.shapes[n]
     if index == MASK:
         assert host.mask is not None
         return host.mask.reshape(shape)
@@ -207,7 +207,7 @@ def _leaf_to_put(host: HostBatch, n: int) -> Any:
         view = memory.views[n]
         return view if view.shape == shape else view.reshape(shape)
     value = host.passed.pop(index)
-    if is_jax_array(value) and len(value.sharding.device_set) > 1 and _is_to_change(value, shape, plan.put_shardings[n]):
+    if is_jax_array(value) and len(value.sharding.device_set) > 1 and _is_to_change(value, shape, plan.put.shardings[n]):
         return Deferred(plan, n, value)
     with explicit():
         return _device_leaf(plan, index, shape, value)

@@ -121,6 +121,25 @@ class HostPlan:
         return True
 
 
+class PutOrder:
+    """The arrays of a batch that are put, in order, as lists of one length.
+
+    Attributes:
+        indices: of the leaf of each; MASK for the mask.
+        shapes: in which it is put.
+        shardings: where it goes.
+        paths: for errors.
+    """
+
+    __slots__ = ("indices", "paths", "shapes", "shardings")
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.shapes: list[Shape] = []
+        self.shardings: list[Any] = []
+        self.paths: list[str] = []
+
+
 class Plan:
     """How batches of one signature are placed and put together.
 
@@ -131,10 +150,7 @@ class Plan:
         staged: indices of the leaves in staging memory, in the order of the memory's views.
         layout: of the staging memory.
         pad: the padding policy, or None.
-        put_order: the leaf index of each array that is put, MASK for the mask: staged leaves, then those on devices, then the mask.
-        put_shapes: the shape in which it is put.
-        put_shardings: where it goes.
-        put_paths: its path, for errors.
+        put: the arrays that are put: staged leaves, then those on devices, then the mask.
         masks_on_host: the row mask stays on the host, as all leaves do.
         packing: of the small leaves into one buffer, where that is the better way; None where each is put by itself.
         nbytes: of one batch, over all devices once.
@@ -153,16 +169,15 @@ class Plan:
         self.layout = host.layout if same else Layout([(leaves[i].shape, leaves[i].target) for i in self.staged])
         put = [*self.staged, *(i for i, leaf in enumerate(leaves) if leaf.kind in (Kind.DEVICE, Kind.KEYS))]
         self.has_device_leaves = len(put) > len(self.staged)
-        self.put_order = list(put)
-        self.put_shapes = [self.cut(leaves[i].shape, leaves[i].has_rows) for i in put]
-        self.put_shardings = [self._cut_sharding(leaves[i].sharding, leaves[i].has_rows) for i in put]
-        self.put_paths = [leaves[i].path for i in put]
+        self.put = PutOrder()
+        for i in put:
+            self._add(i, leaves[i].shape, leaves[i].sharding, leaves[i].path, has_rows=leaves[i].has_rows)
         self.masks_on_host = False
         if self.pad is not None and rows is not None:
             self._add_mask(self.pad, rows)
-        self.packing = find_packing(self.layout, self.put_shapes, self.put_shardings)
-        self.nbytes = self.layout.nbytes + (rows or 0) * (MASK in self.put_order)
-        self.spans_devices = any(len(sharding.device_set) > 1 for sharding in self.put_shardings)
+        self.packing = find_packing(self.layout, self.put.shapes, self.put.shardings)
+        self.nbytes = self.layout.nbytes + (rows or 0) * (MASK in self.put.indices)
+        self.spans_devices = any(len(sharding.device_set) > 1 for sharding in self.put.shardings)
 
     def cut(self, shape: Shape, has_rows: bool) -> Shape:
         """The shape with the microbatch axis in front."""
@@ -170,18 +185,19 @@ class Plan:
             return shape
         return (self.microbatches, shape[0] // self.microbatches, *shape[1:])
 
-    def _cut_sharding(self, sharding: Any, has_rows: bool) -> Any:
-        return with_leading_axis(sharding) if self.microbatches is not None and has_rows else sharding
+    def _add(self, index: int, shape: Shape, sharding: Any, path: str, *, has_rows: bool) -> None:
+        put = self.put
+        put.indices.append(index)
+        put.shapes.append(self.cut(shape, has_rows))
+        put.shardings.append(with_leading_axis(sharding) if self.microbatches is not None and has_rows else sharding)
+        put.paths.append(path)
 
     def _add_mask(self, pad: Pad, rows: int) -> None:
         placed = [leaf for leaf in self.leaves if leaf.sharding is not HOST]
         where = rows_like([leaf.sharding for leaf in placed], [leaf.shape for leaf in placed])
         self.masks_on_host = where is HOST
         if where is not HOST:
-            self.put_order.append(MASK)
-            self.put_shapes.append(self.cut((rows,), True))
-            self.put_shardings.append(self._cut_sharding(where, True))
-            self.put_paths.append(pad.mask_key)
+            self._add(MASK, (rows,), where, pad.mask_key, has_rows=True)
 
     def cut_on_host(self, passed: dict[int, Any]) -> None:
         """Cut the leaves that stayed on the host into the microbatches of the others, where they have a row for each."""
@@ -194,7 +210,7 @@ class Plan:
         """The batch as the consumer gets it, from the arrays in put order and the leaves that stayed on the host."""
         leaves: list[Any] = [None] * len(self.leaves)
         mask = None
-        for index, array in zip(self.put_order, placed, strict=True):
+        for index, array in zip(self.put.indices, placed, strict=True):
             if index == MASK:
                 mask = array
             else:
@@ -210,7 +226,8 @@ class Plan:
     def spec(self) -> tuple[LeafSpec, ...]:
         """What a batch looks like on the devices."""
         specs: list[LeafSpec] = []
-        for index, shape, sharding, path in zip(self.put_order, self.put_shapes, self.put_shardings, self.put_paths, strict=True):
+        put = self.put
+        for index, shape, sharding, path in zip(put.indices, put.shapes, put.shardings, put.paths, strict=True):
             dtype = np.dtype(bool) if index == MASK else self.leaves[index].target
             specs.append(leaf_spec(path, shape, dtype, sharding))
         on_host = [(leaf, self.cut(leaf.shape, leaf.has_rows and bool(leaf.shape))) for leaf in self.leaves if leaf.kind is Kind.HOST]

@@ -168,7 +168,7 @@ class Sequencer:
         if batch.fault is not None:
             raise note(batch.fault, "reading", self._position(at, batch))
         try:
-            rows = self._padded_rows(batch) if self._pads else host_plan.rows
+            rows = self._first.padded_rows(batch, self._batch_size) if self._pads else host_plan.rows
             batch.plan = plan = host_plan.placed.get(rows) or self._planner.placed(host_plan, rows)
             if not self._first.is_seen:
                 self._first.see(plan.rows, host_plan.tree)
@@ -213,20 +213,6 @@ class Sequencer:
             sample=None if mark is None else mark.sample,
         )
         return Position(after, at.rows, batch.end)
-
-    # -- rows
-
-    def _padded_rows(self, batch: HostBatch) -> int | None:
-        """Rows with which a batch is placed, under "pad"."""
-        rows = batch.host_plan.rows
-        if rows is None:
-            return rows
-        if self._first.lacks(rows, batch.host_plan.tree):
-            return self._first.rows
-        size = self._batch_size
-        if size is not None and batch.examples == rows < size:
-            return size
-        return rows
 
     # -- the end of an epoch
 
@@ -306,6 +292,13 @@ class _First:
     def lacks(self, rows: int | None, tree: BatchTree) -> bool:
         """Whether a batch has fewer rows than the first one."""
         return self.rows is not None and rows is not None and rows < self.rows and (self._tree is None or tree == self._tree)
+
+    def padded_rows(self, batch: HostBatch, batch_size: int | None) -> int | None:
+        """The rows with which a batch is placed, under "pad"."""
+        rows = batch.host_plan.rows
+        if self.lacks(rows, batch.host_plan.tree):
+            return self.rows
+        return batch_size if batch_size is not None and rows is not None and batch.examples == rows < batch_size else rows
 
     def see(self, rows: int | None, tree: BatchTree) -> None:
         """Note the first batch."""

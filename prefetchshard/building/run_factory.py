@@ -191,7 +191,7 @@ class RunFactory:
             sequencer,
             Placer(device_transform, context, clock, gather=rows),
             outbox,
-            pace=transfers,
+            transfer_limits=transfers,
             meters=meters,
             staging=staging,
             workers=self.workers,

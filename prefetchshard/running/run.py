@@ -38,7 +38,7 @@ class Run:
         inbox: host batches.
         placer: puts them on the devices.
         outbox: ready batches.
-        pace: how many transfers may be on their way at once.
+        transfer_limits: how many transfers may be on their way at once.
         meters: what is measured.
         staging: the ring.
         workers: reader threads, for the statistics.
@@ -55,7 +55,7 @@ class Run:
         placer: Placer,
         outbox: ReadyQueue,
         *,
-        pace: TransferLimits,
+        transfer_limits: TransferLimits,
         meters: Meters,
         staging: Staging,
         workers: int,
@@ -86,7 +86,7 @@ class Run:
         )
         for name, body in reader.bodies:
             self.threads.add(name, body)
-        for name, body in transfer_bodies(inbox, placer, outbox, meters, pace):
+        for name, body in transfer_bodies(inbox, placer, outbox, meters, transfer_limits):
             self.threads.add(name, body, runs_source=False)
 
     def start(self) -> None:

@@ -332,10 +332,10 @@ def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> 
         rings.append(PoisonStaging(capacity, pieces=pieces))
         return rings[-1]
 
-    def pace(in_flight: int, **_: Any) -> TransferLimits:
+    def limits(in_flight: int, **_: Any) -> TransferLimits:
         return TransferLimits(in_flight, waits_apart=waits_apart)
 
-    with staging_by(make), _instead("TransferLimits", pace):
+    with staging_by(make), _instead("TransferLimits", limits):
         yield rings
     for ring in rings:
         ring.check()

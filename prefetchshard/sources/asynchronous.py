@@ -230,7 +230,7 @@ def _opened(iterable: Any) -> Any:
     try:
         return aiter(iterable)
     except StopAsyncIteration as error:
-        raise SourceError("the async source raised StopAsyncIteration where it was to be iterated") from error
+        raise SourceError("the async source raised StopAsyncIteration from __aiter__") from error
 
 
 def _is_cancelled(error: BaseException) -> bool:

@@ -44,7 +44,8 @@ class Dataset:
             SourceError: `__getitems__` returned a different number of examples.
         """
         assert self._many is not None
-        examples: list[Any] = list(self._many(rows))
+        given: Any = self._many(rows)
+        examples: list[Any] = list(given)
         if len(examples) != len(rows):
             raise SourceError(f"{type(self.dataset).__qualname__}.__getitems__ was asked for {len(rows)} rows and returned {len(examples)}")
         return examples

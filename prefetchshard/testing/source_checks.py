@@ -104,7 +104,7 @@ class _DatasetCheck:
 
     def run(self, threads: int) -> SourceReport:
         source = self._source
-        self._check_length("at once")
+        self._check_length("when asked again")
         reuses = self._read_in_order()
         self._check_length("after it was read")
         self._check_outside()
@@ -303,7 +303,7 @@ def _equal(got: Any, wanted: Any, where: str) -> None:
 
 
 def _difference(got: Any, wanted: Any) -> str | None:
-    """Where two items differ, bit by bit; None where they do not."""
+    """A text that says where two items differ, bit by bit; None if they do not."""
     (ours, our_tree), (theirs, their_tree) = (tree_flatten_with_path(item) for item in (got, wanted))
     if our_tree != their_tree:
         return f"{our_tree} and not {their_tree}"

@@ -67,14 +67,15 @@ class DeviceRows:
     def __init__(self, source: DeviceArrays, plan: Plan) -> None:
         self.plan = plan
         self._source = source
-        self._places = _places(source, plan)
+        self._placements = _placements(source, plan)
         self._stores: list[Any] = []
-        self._gathers = gathers_of(plan, [place.sharding for place in self._places])
+        self._gathers = gathers_of(plan, [placement.sharding for placement in self._placements])
         where = tuple([gather.numbers_at for gather in self._gathers])
         number = np.arange(source.length, dtype=np.int32)
         self.numbers = Arrays((number,) * len(where), [number] * len(where), source.length)
         self.rules: ShardingRules = resolve(where)
-        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and is_on_cpu(plan.put_shardings[0]))
+        moves_rows = any(placement.is_split for placement in self._placements)
+        self.is_late = moves_rows or (plan.spans_devices and is_on_cpu(plan.put_shardings[0]))
 
     def check_memory(self, batches: int) -> None:
         """Check that each device has room for the arrays and for this number of batches.
@@ -85,9 +86,9 @@ class DeviceRows:
         if self._stores:
             return
         needs: dict[Any, int] = {}
-        for place, leaf in zip(self._places, self._source.given, strict=True):
-            for device in devices_of(place.sharding):
-                needs[device] = needs.get(device, 0) + (0 if place.is_there(leaf) else place.bytes_per_device)
+        for placement, leaf in zip(self._placements, self._source.given, strict=True):
+            for device in devices_of(placement.sharding):
+                needs[device] = needs.get(device, 0) + (0 if placement.is_placed(leaf) else placement.bytes_per_device)
         of_batch = sum(spec.bytes_per_device for spec in self.plan.spec())
         for device, need in needs.items():
             free = free_bytes(device)
@@ -106,7 +107,7 @@ class DeviceRows:
         """
         if not self._stores:
             with explicit():
-                stores = [place.put(leaf, narrow) for place, leaf in zip(self._places, self._source.given, strict=True)]
+                stores = [placement.put(leaf, narrow) for placement, leaf in zip(self._placements, self._source.given, strict=True)]
             self._stores = block_until_ready(stores)
 
     def __call__(self, numbers: Sequence[Any]) -> list[Any]:
@@ -136,7 +137,7 @@ def free_bytes(device: Any) -> int | None:
 # -- placement of the arrays
 
 
-class _Place:
+class _Placement:
     """The placement of one array.
 
     Attributes:
@@ -159,7 +160,7 @@ class _Place:
     def bytes_per_device(self) -> int:
         return nbytes_of(self.sharding.shard_shape(self.shape), self.dtype)
 
-    def is_there(self, leaf: Any) -> bool:
+    def is_placed(self, leaf: Any) -> bool:
         """Whether the user's array already has this placement."""
         placed: Any = self.sharding
         return (
@@ -170,7 +171,7 @@ class _Place:
         )
 
     def put(self, leaf: Any, narrow: Narrow) -> Any:
-        if self.is_there(leaf):
+        if self.is_placed(leaf):
             return leaf
         if isinstance(leaf, jax.Array):
             if leaf.dtype != self.dtype:
@@ -206,16 +207,16 @@ class _Place:
         return part
 
 
-def _places(source: DeviceArrays, plan: Plan) -> list[_Place]:
+def _placements(source: DeviceArrays, plan: Plan) -> list[_Placement]:
     shardings = _store_shardings(source, plan)
-    places: list[_Place] = []
+    placements: list[_Placement] = []
     for leaf, stored, array in zip(plan.leaves, shardings, source.leaves, strict=True):
         batch: Any = leaf.sharding
         _check_together(leaf.path, stored, batch)
         # Several shardings can name the same single device: use the batch's form, as the gather does.
         where = replicated_like(batch) if len(batch.device_set) == 1 else stored
-        places.append(_Place(leaf.path, where, array.shape, leaf.target))
-    return places
+        placements.append(_Placement(leaf.path, where, array.shape, leaf.target))
+    return placements
 
 
 def _store_shardings(source: DeviceArrays, plan: Plan) -> list[Any]:

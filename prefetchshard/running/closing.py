@@ -29,7 +29,7 @@ class Closable(Protocol):
 
     threads: ThreadGroup
 
-    def tell(self) -> bool:
+    def request_stop(self) -> bool:
         """Tell the threads to end. Returns whether to wait for them: False the second time, or in one of these threads."""
         ...
 
@@ -48,13 +48,13 @@ def close_runs(runs: Sequence[Closable], *, quietly: bool = False) -> None:
     First all runs are told to end. A source that does not return by itself is closed from outside. A thread that then still does not
     end is abandoned, with a warning that names it.
     """
-    waiting = [run for run in runs if run.tell()]
+    waiting = [run for run in runs if run.request_stop()]
     began = time.monotonic()
-    join((thread for run in waiting for thread in (*run.threads.in_source, *run.threads.beside_source)), began + GRACE_SECONDS)
+    join((thread for run in waiting for thread in (*run.threads.in_source, *run.threads.outside_source)), began + GRACE_SECONDS)
     for run in waiting:
         run.close_source()
     join((thread for run in waiting for thread in run.threads.in_source), began + GIVE_UP_SECONDS)
-    join((thread for run in waiting for thread in run.threads.beside_source), time.monotonic() + TRANSFER_SECONDS)
+    join((thread for run in waiting for thread in run.threads.outside_source), time.monotonic() + TRANSFER_SECONDS)
     found = [warning for run in waiting for warning in _finish(run)]
     for warning in () if quietly else found:
         warnings.warn(warning, stacklevel=3)
@@ -70,15 +70,15 @@ def join(threads: Iterable[threading.Thread], deadline: float) -> None:
 
 
 def _finish(run: Closable) -> list[Warning]:
-    left = [thread for thread in (*run.threads.in_source, *run.threads.beside_source) if thread.is_alive()]
+    left = [thread for thread in (*run.threads.in_source, *run.threads.outside_source) if thread.is_alive()]
     found = run.finish()
     if left:
         _log.debug("giving up on %s", ", ".join(thread.name for thread in left))
-        found.insert(0, StuckThreadWarning("\n".join(map(_words, left))))
+        found.insert(0, StuckThreadWarning("\n".join(map(_stuck_text, left))))
     return found
 
 
-def _words(thread: threading.Thread) -> str:
+def _stuck_text(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage] - documented; the only way to the stack
     stack = "" if frame is None else "".join(traceback.format_stack(frame)[-6:])
     return (

@@ -181,13 +181,13 @@ class Run:
 
     # -- the steps of closing, for `close_runs`; see `Closable`
 
-    def tell(self) -> bool:
+    def request_stop(self) -> bool:
         self.closed = True
         self.cancel()
         if self._waited or self._pid != os.getpid():
             return False
         self.threads.refuse()
-        if threading.current_thread() in (*self.threads.in_source, *self.threads.beside_source):
+        if threading.current_thread() in (*self.threads.in_source, *self.threads.outside_source):
             return False
         _log.debug("run %#x closes: %s", id(self), self.threads)
         return True

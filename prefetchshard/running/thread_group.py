@@ -142,7 +142,7 @@ class ThreadGroup:
         return [*(thread for thread in list(self._threads) if thread.runs_source), *self.helpers]
 
     @property
-    def beside_source(self) -> list[threading.Thread]:
+    def outside_source(self) -> list[threading.Thread]:
         """The threads that never run the source's own code."""
         return [thread for thread in list(self._threads) if not thread.runs_source]
 

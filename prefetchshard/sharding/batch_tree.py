@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -121,18 +123,11 @@ def _differences(rules: Any, batch: Any, is_rule: Callable[[Any], bool], path: t
 
 
 def _one_level(node: Any) -> TreeDef:
-    return tree_structure(node, is_leaf=_is_not(node))
+    return tree_structure(node, is_leaf=partial(operator.is_not, node))
 
 
 def _children(node: Any) -> dict[tuple[Any, ...], Any]:
-    return dict(tree_flatten_with_path(node, is_leaf=_is_not(node))[0])
-
-
-def _is_not(node: Any) -> Callable[[Any], bool]:
-    def is_another(part: Any) -> bool:
-        return part is not node
-
-    return is_another
+    return dict(tree_flatten_with_path(node, is_leaf=partial(operator.is_not, node))[0])
 
 
 def _kind(node: Any) -> str:

@@ -79,10 +79,9 @@ def replicated_like(sharding: Sharding) -> Sharding:
     """The fully replicated sharding over the devices of another one, in the same memory kind."""
     if isinstance(sharding, NamedSharding):
         return _respec(sharding, ())
-    devices = devices_of(sharding)
     if isinstance(sharding, SingleDeviceSharding):
         return sharding
-    return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec(), memory_kind=sharding.memory_kind)
+    return NamedSharding(Mesh(np.array(devices_of(sharding)), ("devices",)), PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
 def with_leading_axis(sharding: Sharding) -> Sharding:

@@ -63,7 +63,7 @@ class ShardingRules:
         self._is_default = is_default
         self._scope = scope
         self._tree = tree
-        self._one = prefix == LEAF
+        self._is_single = prefix == LEAF
         self._seen: tuple[tuple[TreeDef, ...], BatchTree] | None = None
 
     def flatten(self, batch: Any) -> tuple[list[Any], BatchTree]:
@@ -72,7 +72,7 @@ class ShardingRules:
         Raises:
             PlacementError: the tree of rules is no prefix of the batch; the message says where and how they differ.
         """
-        if self._one and self._rules[0] is not HOST:
+        if self._is_single and self._rules[0] is not HOST:
             leaves, tree = _flatten(batch)
             trees = (tree,)
         else:

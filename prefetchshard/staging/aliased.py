@@ -48,10 +48,10 @@ class Layout:
         offsets: of each leaf, if the whole batch is one slot: the slab first, then the large leaves.
         slot_bytes: size of such a slot.
         nbytes: total size of the leaves, without padding.
-        alike: the number of large leaves of each size in bytes.
+        count_by_size: the number of large leaves of each size in bytes.
     """
 
-    __slots__ = ("alike", "leaves", "nbytes", "offsets", "slab_bytes", "slot_bytes")
+    __slots__ = ("count_by_size", "leaves", "nbytes", "offsets", "slab_bytes", "slot_bytes")
 
     def __init__(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> None:
         self.leaves: list[tuple[Shape, np.dtype[Any], int, int | None]] = []
@@ -63,7 +63,7 @@ class Layout:
             if small:
                 self.slab_bytes += -(-size // ALIGNMENT) * ALIGNMENT
         self.nbytes = sum(size for _, _, size, _ in self.leaves)
-        self.alike = Counter(size for _, _, size, offset in self.leaves if offset is None)
+        self.count_by_size = Counter(size for _, _, size, offset in self.leaves if offset is None)
         self.offsets: list[int] = []
         end = self.slab_bytes
         for _, _, size, offset in self.leaves:
@@ -112,9 +112,9 @@ class _Views:
 class _Loan(weakref.ref[Any]):
     """A weak reference to a buffer on loan; holds the memory to reuse once the buffer dies."""
 
-    __slots__ = ("alike", "memory")
+    __slots__ = ("memory", "same_size")
     memory: AnyArray
-    alike: int  # leaves of this size in its batch
+    same_size: int  # number of leaves of this size in its batch
 
 
 def aligned_bytes(nbytes: int) -> AnyArray:
@@ -158,12 +158,12 @@ class AliasedStaging:
     def lease(self, layout: Layout) -> Memory:
         slab, start = aligned_slab(layout.slab_bytes)
         views = [
-            self._large(shape, dtype, size, layout.alike[size]) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
+            self._large(shape, dtype, size, layout) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
             for shape, dtype, size, offset in layout.leaves
         ]
         return _Views(tuple(views), slab[start : start + layout.slab_bytes])
 
-    def _large(self, shape: Shape, dtype: np.dtype[Any], size: int, alike: int) -> AnyArray:
+    def _large(self, shape: Shape, dtype: np.dtype[Any], size: int, layout: Layout) -> AnyArray:
         with self._lock:
             self._collect()
             free = self._free.get(size)
@@ -177,7 +177,7 @@ class AliasedStaging:
         buffer = (ctypes.c_uint8 * size).from_buffer(memory)  # pyright: ignore[reportArgumentType] - an ndarray exports a buffer
         loan = _Loan(buffer, self._back.put)
         loan.memory = memory
-        loan.alike = alike
+        loan.same_size = layout.count_by_size[size]
         with self._lock:
             self._lent[id(loan)] = loan
         return np.ndarray(shape, dtype, buffer)  # pyright: ignore[reportCallIssue, reportArgumentType] - a ctypes array exports a buffer
@@ -192,7 +192,7 @@ class AliasedStaging:
             self._lent.pop(id(loan), None)
             size = loan.memory.nbytes
             free = self._free.pop(size, [])
-            if len(free) < self._capacity * loan.alike:
+            if len(free) < self._capacity * loan.same_size:
                 free.append(loan.memory)
             self._free[size] = free  # last in the dict: most recently used
             while len(self._free) > SIZES_KEPT:

@@ -131,11 +131,7 @@ class PinnedStaging:
     def stats(self) -> StagingStats:
         with self._lock:
             self._collect()
-            return StagingStats(self._made, self._reused, sum(map(_size, self._free)))
-
-
-def _size(slot: _Slot) -> int:
-    return slot.memory.nbytes
+            return StagingStats(self._made, self._reused, sum(slot.memory.nbytes for slot in self._free))
 
 
 _fast: dict[Any, bool] = {}

@@ -309,7 +309,7 @@ def _difference(got: Any, wanted: Any) -> str | None:
         return f"{our_tree} and not {their_tree}"
     for (path, one), (_, other) in zip(ours, theirs, strict=True):
         if not _same(one, other):
-            return f"{keystr(path) or 'it'} is {_words(one)} and not {_words(other)}"
+            return f"{keystr(path) or 'it'} is {_short_repr(one)} and not {_short_repr(other)}"
     return None
 
 
@@ -321,6 +321,6 @@ def _same(one: Any, other: Any) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-def _words(leaf: Any) -> str:
+def _short_repr(leaf: Any) -> str:
     text = repr(leaf)
     return text if len(text) < 200 else f"{text[:200]}..."

@@ -137,7 +137,7 @@ def free_bytes(device: Any) -> int | None:
 # -- placement of the arrays
 
 
-class _Placement:
+class _Place:
     """The placement of one array.
 
     Attributes:
@@ -207,15 +207,15 @@ class _Placement:
         return part
 
 
-def _placements(source: DeviceArrays, plan: Plan) -> list[_Placement]:
+def _placements(source: DeviceArrays, plan: Plan) -> list[_Place]:
     shardings = _store_shardings(source, plan)
-    placements: list[_Placement] = []
+    placements: list[_Place] = []
     for leaf, stored, array in zip(plan.leaves, shardings, source.leaves, strict=True):
         batch: Any = leaf.sharding
         _check_together(leaf.path, stored, batch)
         # Several shardings can name the same single device: use the batch's form, as the gather does.
         where = replicated_like(batch) if len(batch.device_set) == 1 else stored
-        placements.append(_Placement(leaf.path, where, array.shape, leaf.target))
+        placements.append(_Place(leaf.path, where, array.shape, leaf.target))
     return placements
 
 

@@ -74,10 +74,12 @@ class Layout:
 
 
 class StagingStats(msgspec.Struct, frozen=True):
-    """Attributes:
-    made: buffers allocated so far; constant once the ring is filled.
-    reused: leases so far that reused a buffer.
-    free_bytes: bytes held for reuse now.
+    """The counts of a staging ring.
+
+    Attributes:
+        made: buffers allocated so far; constant once the ring is filled.
+        reused: how often a buffer was reused so far.
+        free_bytes: bytes held for reuse now.
     """
 
     made: int

@@ -124,7 +124,7 @@ class RunFactory:
             sequencer,
             Placer(device_transform, context, recorder, gather=rows),
             outbox,
-            pace=transfers,
+            transfer_limits=transfers,
             recorder=recorder,
             staging=staging,
             workers=self.workers,

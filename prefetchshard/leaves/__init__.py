@@ -1,1 +1,1 @@
-"""What a leaf may be, and how its values are converted, copied and stacked."""
+"""The allowed kinds of leaves, and how their values are converted, copied and stacked."""

@@ -1,6 +1,6 @@
-"""What a leaf on the host may be, and its NumPy array.
+"""Converts host leaves to NumPy arrays, and rejects those that no device can hold.
 
-Foreign tensors are recognised by what they offer, never by importing their library.
+Tensors of other libraries are recognised by their attributes, so that no library is imported.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from prefetchshard.base.errors import BatchError, LeafTypeError, NarrowingError
 from prefetchshard.base.memory import AnyArray
 
 _OPAQUE_BYTES = (bytearray, mmap.mmap)
-_NO_FORM = {"float6_e2m3fn", "float6_e3m2fn", "complex32", "bcomplex32"}  # of ml_dtypes, unknown to JAX's runtime
-
+_NO_FORM = {"float6_e2m3fn", "float6_e3m2fn", "complex32", "bcomplex32"}  # dtypes of ml_dtypes that JAX's runtime does not support
 
 NUMPY_SCALARS: frozenset[type] = frozenset(cast("Any", kind) for kind in np.sctypeDict.values() if issubclass(kind, (np.bool_, np.number)))
-"""NumPy's own numbers, which have a dtype and a shape as arrays do."""
+"""The types of NumPy's scalars, which have a dtype and a shape like arrays."""
 
 
 def as_array(leaf: Any, path: str = "") -> AnyArray:
-    """The leaf as a NumPy array, sharing its memory where that can be.
+    """The leaf as a NumPy array, without a copy if possible.
 
     Args:
         leaf: a NumPy array or scalar, a Python number, a torch or TensorFlow tensor, or anything with `__array__`, `__dlpack__` or a
             buffer of numbers.
-        path: of the leaf, for the errors.
+        path: path of the leaf, for error messages.
 
     Raises:
-        LeafTypeError: text, objects, dates, structured and masked arrays, sparse tensors, PRNG keys.
-        NarrowingError: a Python integer beyond 64 bits.
+        LeafTypeError: the leaf is text, an object, a date, a structured or masked array, a sparse tensor or a PRNG key.
+        NarrowingError: the leaf is a Python integer beyond 64 bits.
     """
     if type(leaf) is np.ndarray:
         array = leaf
@@ -50,14 +49,14 @@ def as_array(leaf: Any, path: str = "") -> AnyArray:
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether a device can hold it: bool, numbers up to 128 bits of complex, and the small floats and integers of ml_dtypes."""
+    """Whether a device can hold the dtype: bool, numbers up to complex128, and the small floats and integers of ml_dtypes."""
     if dtype.kind in "biufc":
         return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
     return dtype.type.__module__.split(".")[0] == "ml_dtypes" and dtype.name not in _NO_FORM
 
 
 def is_a(value: Any, kind: Any) -> bool:
-    """`isinstance` that leaves the value `Any` to a type checker, which would else narrow it to a type with unknown parameters."""
+    """`isinstance` without narrowing: a type checker would narrow `value` to a generic type with unknown parameters."""
     return isinstance(value, kind)
 
 
@@ -118,7 +117,7 @@ def _python_int(leaf: int, path: str) -> AnyArray:
 
 
 def _is_torch(leaf: Any) -> bool:
-    torch = sys.modules.get("torch")  # imported by whoever made the tensor
+    torch = sys.modules.get("torch")  # a tensor exists only if something imported torch
     return torch is not None and isinstance(leaf, getattr(torch, "Tensor", ()))
 
 
@@ -139,8 +138,8 @@ def _from_torch(leaf: Any, path: str) -> AnyArray:
 
 
 def _torch_bits(tensor: Any) -> AnyArray | None:
-    """A view of the bits under the dtype of the same name in ml_dtypes: the values are never converted."""
-    import ml_dtypes  # comes with jax; imported by the first such tensor only
+    """The tensor's memory, viewed as the ml_dtypes dtype of the same name; no value is converted."""
+    import ml_dtypes  # a dependency of jax; imported only when such a tensor comes
 
     torch = sys.modules["torch"]
     target = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
@@ -151,12 +150,12 @@ def _torch_bits(tensor: Any) -> AnyArray | None:
 
 
 def check_example(path: str, row: int, got: AnyArray, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Whether an example's leaf stacks with those of the others.
+    """Check that an example's leaf has the shape and dtype of its batch.
 
-    Nothing is cast: which example set the shape and dtype depends on the threads, and whether the others fit must not.
+    Nothing is cast: thread timing decides which example sets the dtype, so a cast would make the result depend on timing.
 
     Raises:
-        BatchError: names leaf, row, and both shapes or dtypes.
+        BatchError: it does not; the message names leaf, row, and both shapes or dtypes.
     """
     name = path or "(the example itself)"
     if got.shape != shape:
@@ -172,10 +171,10 @@ def check_example(path: str, row: int, got: AnyArray, shape: tuple[int, ...], dt
 
 
 def check_key(path: str, row: int, got: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """Whether an example's PRNG keys stack with those of the others.
+    """Check that an example's PRNG keys have the shape and dtype of its batch.
 
     Raises:
-        BatchError: names leaf, row and what differs.
+        BatchError: they do not; the message names leaf, row, and both shapes and dtypes.
     """
     if not isinstance(got, jax.Array) or got.dtype != dtype or got.shape != shape:
         what = f"{got.dtype}{list(got.shape)}" if isinstance(got, jax.Array) else f"an object of type {type(got).__qualname__}"

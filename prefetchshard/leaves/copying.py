@@ -1,4 +1,4 @@
-"""Copies of what a source or a user's function gave, and when none is needed."""
+"""Copies the values that a source or a user's function returned, and detects when no copy is needed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def private_copy(value: Any, *, deep: bool = False) -> Any:
 
     Args:
         value: anything.
-        deep: copy other objects too, where they can be copied.
+        deep: copy other objects too, with `copy.deepcopy`.
 
     Raises:
-        SourceError: `deep`, and there is an object that cannot be copied.
+        SourceError: `deep` is set and an object cannot be copied.
     """
     kind = cast("Any", type(value))
-    if kind is dict:  # most examples are one: their numbers and arrays cost no call each
+    if kind is dict:  # fast path: most examples are dicts, and this spares a call for each number and array
         copies: dict[Any, Any] = {}
         for key, part in value.items():
             of: Any = type(part)  # pyright: ignore[reportUnknownVariableType]
@@ -64,18 +64,18 @@ def _base_references(array: AnyArray) -> int:
 
 
 _counts_references = sys.implementation.name == "cpython" and getattr(sys, "_is_gil_enabled", lambda: True)()
-_ALONE = next(map(sys.getrefcount, [np.empty(1)]))  # in one list, and nowhere else
-_BASE_ALONE = _base_references(np.empty(1)[:])  # held by one view, and by nobody else
+_ALONE = next(map(sys.getrefcount, [np.empty(1)]))  # of an array that only one list refers to
+_BASE_ALONE = _base_references(np.empty(1)[:])  # of a base that only one view refers to
 
 
 def are_unshared(leaves: list[Any]) -> bool:
-    """Whether this list holds the only references to the memory of these leaves, so that nobody else can overwrite it.
+    """Whether only this list refers to the memory of these leaves, so that nobody else can overwrite it.
 
-    Decided by CPython's reference counts; False on interpreters where these say nothing.
+    Uses CPython's reference counts; False on interpreters where these are not exact.
     """
     if not _counts_references:
         return False
-    counts = list(map(sys.getrefcount, leaves))  # before anything here refers to a leaf
+    counts = list(map(sys.getrefcount, leaves))  # first: any local variable for a leaf would add a reference
     return all(_is_unshared(leaf, count) for leaf, count in zip(leaves, counts, strict=True))
 
 
@@ -92,7 +92,7 @@ def _is_unshared(leaf: Any, references: int) -> bool:
 
 
 def _is_immutable(value: Any) -> bool:
-    return is_a(value, _IMMUTABLE) and not is_a(value, np.void)  # which is a view
+    return is_a(value, _IMMUTABLE) and not is_a(value, np.void)  # np.void is a view of memory
 
 
 def _own_array(array: AnyArray, deep: bool) -> AnyArray:
@@ -104,7 +104,7 @@ def _own_array(array: AnyArray, deep: bool) -> AnyArray:
 
 
 def _own_object(value: Any, deep: bool) -> Any:
-    for way in ("clone", "copy"):  # tensors; deepcopy refuses those with a gradient
+    for way in ("clone", "copy"):  # methods of tensors; deepcopy raises on tensors with a gradient
         if callable(getattr(value, way, None)) and (isinstance(value, np.void) or hasattr(value, "__array__")):
             return getattr(value, way)()
     if not deep:
@@ -119,6 +119,6 @@ def _own_object(value: Any, deep: bool) -> Any:
 
 
 def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What a container holds, and a function that makes one like it; None for what is not a container to JAX."""
+    """The children of a container and a function that rebuilds it from new ones; None if JAX does not see a container."""
     parts, tree = tree_flatten(value, is_leaf=partial(operator.is_not, value))
     return None if tree == _LEAF else (parts, tree.unflatten)

@@ -1,4 +1,4 @@
-"""Writing values into memory of another dtype without losing any: 64 bits into 32, the padding into the dtype of its leaf."""
+"""Lossless writes into memory of another dtype: 64-bit values into 32 bits, and the padding value into the dtype of a leaf."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NARROWED = {
 
 
 def canonical(dtype: np.dtype[Any], x64: bool) -> np.dtype[Any]:
-    """The dtype that JAX gives it: native byte order, 32 bits for 64 while x64 is off."""
+    """The dtype that JAX uses for `dtype`: native byte order, and 32 bits instead of 64 while x64 is off."""
     if not dtype.isnative:
         dtype = dtype.newbyteorder("=")
     return dtype if x64 else _NARROWED.get(dtype, dtype)
 
 
 def narrows(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Whether values can be lost on the way from one to the other."""
+    """Whether a conversion from `source` to `target` can lose values."""
     return source.itemsize > target.itemsize
 
 
 def refuse_narrowing(path: str, source: np.dtype[Any], target: np.dtype[Any]) -> NarrowingError:
-    """The error of `narrow="error"`."""
+    """The error that `narrow="error"` raises."""
     return NarrowingError(
         f"leaf {path or '(the batch itself)'}: {source} would become {target} because x64 is off and narrow='error'; "
         f"cast it in the source or `transform`, run under `jax.enable_x64(True)`, or pass narrow='check'"
@@ -43,14 +43,14 @@ def store(view: AnyArray, value: AnyArray, *, path: str, policy: Narrow, row: in
     """Copy `value` into `view`, which has the same shape and the canonical dtype.
 
     Args:
-        view: `(rows, *example)`, or of any shape where `row` is None; written.
-        value: of the same shape, of the source's dtype.
-        path: of the leaf, for the error.
-        policy: what happens to 64-bit values that do not survive; see `Loader(narrow=)`.
-        row: the row of the batch at which `view` begins, for the error; None for a leaf without rows.
+        view: destination, `(rows, *example)`, or any shape if `row` is None.
+        value: of the same shape, in the source's dtype.
+        path: path of the leaf, for error messages.
+        policy: what to do with 64-bit values that do not fit into 32 bits; see `Loader(narrow=)`.
+        row: the row of the batch at which `view` begins, for error messages; None for a leaf without rows.
 
     Raises:
-        NarrowingError: under "check", names leaf, row and value.
+        NarrowingError: under "check", if a value does not fit; the message names leaf, row and value.
     """
     if value.dtype == view.dtype or not narrows(value.dtype, view.dtype):
         np.copyto(view, value, casting="same_kind")
@@ -72,7 +72,7 @@ def _store_integers(view: AnyArray, value: AnyArray, path: str, row: int | None)
 
 def _store_floats(view: AnyArray, value: AnyArray, path: str, row: int | None) -> None:
     try:
-        with np.errstate(over="raise", invalid="ignore", under="ignore"):  # the cast reports an overflow: no second pass over the values
+        with np.errstate(over="raise", invalid="ignore", under="ignore"):  # the cast itself detects overflow
             np.copyto(view, value, casting="unsafe")
     except FloatingPointError:
         raise _lost(view, value, _overflows(value, view.dtype), path, row) from None
@@ -104,10 +104,10 @@ def _lost(view: AnyArray, value: AnyArray, wrong: AnyArray, path: str, row: int 
 
 
 def pad_value(path: str, value: float | bool, dtype: np.dtype[Any]) -> AnyArray:
-    """The padding of a leaf in its own dtype.
+    """The padding value in the dtype of a leaf, as an array of shape `()`.
 
     Raises:
-        BatchError: the dtype cannot hold it: integers must survive exactly, floats may round but not overflow.
+        BatchError: the dtype cannot hold it. Integers must stay exact; floats may round, but not overflow.
     """
     try:
         with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Values that stay on the host, stacked into the arrays of a batch."""
+"""Stacks values that stay on the host into the arrays of a batch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from prefetchshard.leaves.copying import children_of
 
 
 def stack_on_host(values: list[Any], path: str, rows: int | None = None) -> Any:
-    """NumPy arrays `(rows, ...)` over values that stay on the host.
+    """Stack values that stay on the host into NumPy arrays `(rows, ...)`.
 
-    Containers keep their form, with an array in each place. Lists are values. Lists, text and other objects are stacked in an array of
-    objects, so that no text is cut to a common width.
+    A container keeps its structure, with an array for each leaf. A list counts as a value. Lists, text and other objects go into an
+    array of dtype object, so that no text is cut to a common width.
 
     Args:
-        values: of the examples.
-        path: of the leaf, for the error.
-        rows: to be filled up to, see `pad_on_host`; None: as many as there are values.
+        values: one for each example.
+        path: path of the leaf, for error messages.
+        rows: pad to this many rows, see `pad_on_host`; None: no padding.
 
     Raises:
-        BatchError: containers that differ in form.
+        BatchError: the values are containers of different structure.
     """
     first = values[0]
     if first is not None and type(first) is not list and (type(first) is dict or children_of(first) is not None):
@@ -38,10 +38,10 @@ def stack_on_host(values: list[Any], path: str, rows: int | None = None) -> Any:
 
 
 def pad_on_host(stacked: Any, rows: int) -> Any:
-    """What `stack_on_host` made, filled up to `rows` rows.
+    """Pad what `stack_on_host` returned to `rows` rows.
 
-    Numbers are filled up with 0, text with empty text of the type of the first value, other objects with None, masked arrays with masked
-    values.
+    The padding is 0 for numbers, empty text of the first value's type for text, None for other objects, and masked values for masked
+    arrays.
     """
     kind = cast("Any", type(stacked))
     if kind is dict:
@@ -59,7 +59,7 @@ def pad_on_host(stacked: Any, rows: int) -> Any:
 
 
 def blank(like: AnyArray, shape: tuple[int, ...]) -> AnyArray:
-    """Memory for rows like those of an array that stays on the host: 0, empty text, None, or masked."""
+    """An array of this shape, with the type and dtype of `like`, filled with padding: 0, empty text, None, or masked values."""
     if like.dtype == object:
         return np.empty(shape, object)
     if isinstance(like, np.ma.MaskedArray):
@@ -100,6 +100,6 @@ def _stack_values(values: list[Any]) -> AnyArray:
         if isinstance(first, (bool, float, complex)) or (isinstance(first, int) and all(-(2**63) <= v < 2**63 for v in values)):
             return np.array(values)
     objects = np.empty(len(values), object)
-    for i, value in enumerate(values):  # an assignment of the list would look into nested sequences
+    for i, value in enumerate(values):  # `objects[:] = values` would unpack nested sequences
         objects[i] = value
     return objects

@@ -1,1 +1,1 @@
-"""Arrays that stay on the devices, and the rows of a batch from them."""
+"""Arrays that stay on the devices, and the gather of each batch's rows from them."""

@@ -1,8 +1,8 @@
-"""The rows of a batch, from their numbers and from arrays on the devices: one jitted function a mesh.
+"""Gathers the rows of a batch by number from arrays on the devices, with one jitted function per mesh.
 
-Each device makes its own part of the batch. Where it holds all rows of an array it takes them from there, and nothing moves between
-devices. Where rows are split over devices, each gives the bits of those that it has, and zeros for the others; the sum is the batch.
-Bits, because not every sum keeps them: zeros lose their sign, what is not a number changes.
+Each device makes its own part of the batch. If it holds all rows of an array, it gathers locally and nothing moves between devices. If
+rows are split over devices, each device contributes the bits of its own rows and zeros for the others, and the sum is the batch. The
+sum is over bits as integers, because a sum of floats drops the sign of zeros and changes NaNs.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from prefetchshard.sharding.meshes import axis_names, is_on_cpu, mesh_of, row_sp
 
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SMALL = ("int2", "uint2", "int4", "uint4")
-"""Types of less than a byte, whose values go through a byte."""
+"""Types of less than a byte; their values are widened to a byte."""
 
 
 class Gather:
     """One jitted function for the leaves that go to one mesh, or to one device.
 
     Args:
-        plan: of the batches.
-        members: places in its put order.
-        stored: the sharding of the array of each leaf.
+        plan: the plan of the batches.
+        members: which leaves, by position in the plan's put order.
+        stored: for each leaf, the sharding of its array.
 
     Attributes:
-        members: places in the put order of the plan.
-        numbers_at: where the row numbers go: whole, on each of the devices.
+        members: as given.
+        numbers_at: the sharding of the row numbers: replicated over the devices.
     """
 
     def __init__(self, plan: Plan, members: list[int], stored: Sequence[Sharding]) -> None:
@@ -74,11 +74,11 @@ def _spec(sharding: Any) -> Any:
 
 
 def gathers_of(plan: Plan, stored: Sequence[Sharding]) -> list[Gather]:
-    """The gathers of a plan.
+    """The gathers of a plan, one for each mesh or single device.
 
     Args:
-        plan: of the batches.
-        stored: the sharding of the array of each leaf.
+        plan: the plan of the batches.
+        stored: for each leaf, the sharding of its array.
     """
     groups: dict[Any, list[int]] = {}
     for n, sharding in enumerate(plan.put.shardings):
@@ -88,16 +88,16 @@ def gathers_of(plan: Plan, stored: Sequence[Sharding]) -> list[Gather]:
 
 
 class _Part:
-    """What one device makes of a leaf, or of the mask, from the numbers of all rows of a batch and its part of the array.
+    """Computes one device's part of a leaf, or of the mask, from the numbers of all rows of a batch and the device's part of the array.
 
     Args:
-        plan: of the batches.
-        n: place in the put order.
-        stored: sharding of the array; None for the mask.
+        plan: the plan of the batches.
+        n: position in the put order.
+        stored: the sharding of the array; None for the mask.
 
     Attributes:
-        type_after: what the rows, which are made as integers, are to be taken for by another function. On the CPU backend a padded small
-            float needs it: in one function the choice between rows and padding would be one among floats.
+        type_after: the dtype to which a second jitted function bitcasts the rows, which this one returns as integers; None: not needed.
+            Padded small floats on the CPU backend need it: within one function XLA would select between rows and padding as floats.
     """
 
     def __init__(self, plan: Plan, n: int, stored: Sharding | None) -> None:
@@ -121,7 +121,7 @@ class _Part:
         return _own_piece(numbers, self._rows_axis, self._row_names) >= 0
 
     def rows(self, numbers: Any, array: Any) -> Any:
-        """The rows of this device."""
+        """This device's part of the leaf."""
         padding = None if self._padding is None else to_movable(as_jax_array(self._padding))
         rows = self._rows(numbers, to_movable(array), padding)
         return rows if self.type_after is not None else from_movable(rows, array.dtype)
@@ -138,7 +138,7 @@ class _Part:
         return from_bits(_where(mine >= 0, to_bits(rows), to_bits(padding)), rows.dtype)
 
     def _collected(self, numbers: Any, array: Any) -> Any:
-        """Rows that are spread over the devices: each gives the bits of those that it has, and zeros for the others."""
+        """Rows from an array split over devices: each contributes the bits of its own rows and zeros for the others."""
         names, axis = self._store_names, self._rows_axis
         count = array.shape[0]
         there = numbers - jax.lax.axis_index(names) * count
@@ -168,7 +168,7 @@ def _where(rows: Any, array: Any, other: Any) -> Any:
 
 
 def _own_piece(whole: Any, axis: int, names: tuple[Any, ...]) -> Any:
-    """The piece of this device where an axis is split over these mesh axes."""
+    """This device's piece of an array whose axis is split over these mesh axes."""
     if not names:
         return whole
     size = whole.shape[axis] // math.prod(jax.lax.axis_size(name) for name in names)
@@ -176,7 +176,7 @@ def _own_piece(whole: Any, axis: int, names: tuple[Any, ...]) -> Any:
 
 
 def to_bits(array: Any) -> Any:
-    """Its bits as unsigned integers that can be summed on every backend."""
+    """The bits of an array as integers that every backend can sum."""
     dtype = array.dtype
     if dtype.kind == "c":
         return to_bits(jnp.stack([jnp.real(array), jnp.imag(array)], axis=-1))
@@ -187,7 +187,7 @@ def to_bits(array: Any) -> Any:
 
 
 def from_bits(bits: Any, dtype: np.dtype[Any]) -> Any:
-    """The array of which these are the bits."""
+    """The array with these bits; the inverse of `to_bits`."""
     if dtype.kind == "c":
         parts = from_bits(bits, np.dtype(np.float32 if dtype.itemsize == 8 else np.float64))
         return jax.lax.complex(parts[..., 0], parts[..., 1])

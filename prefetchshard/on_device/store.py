@@ -1,9 +1,9 @@
-"""Arrays on the devices: where they lie, how they are put there, and what a run reads in their place.
+"""Puts arrays on the devices, and makes the row numbers that a run reads in their place.
 
-A run over them reads a hidden source, the numbers of the rows (-1: padding), which goes the way of every other batch; the rows are
-gathered where the numbers arrive (`gathering.py`). Where rows are split over devices that is a collective operation. Programs with
-collectives must reach all devices in one order, or they wait for each other for ever, so the thread that dispatches the training step,
-the consumer's, must dispatch that gather too.
+A run over such arrays reads a hidden source of row numbers (-1: padding), which are batched and transferred like any other batch. The
+devices then gather the rows (`gathering.py`). If rows are split over devices, the gather is a collective operation. Programs with
+collectives must be dispatched to all devices in one order, or the devices deadlock. So the consumer's thread, which dispatches the
+training step, must dispatch such a gather too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prefetchshard.sources.device_arrays import DeviceArrays
 from prefetchshard.staging.aliased import aligned_bytes, nbytes_of
 
 PADDING = -1
-"""The number of a row that is padding."""
+"""The row number of padding."""
 
 
 class RowNumberPlanner(Planner):
@@ -45,49 +45,50 @@ class RowNumberPlanner(Planner):
 
 
 class DeviceRows:
-    """Arrays on the devices, and how the rows of a batch are gathered from them.
+    """Arrays on the devices, and the gather of each batch's rows from them.
 
     Args:
         source: the user's arrays.
-        plan: of the batches.
+        plan: the plan of the batches.
 
     Attributes:
-        plan: of the batches.
-        numbers: the hidden source: the number of each row, once for each set of devices.
-        rules: where the numbers go.
-        is_late: the gather is for the consumer's thread: it moves rows between devices, or runs on several of the CPU backend, which
-            may wait for ever where two threads dispatch what runs on several devices.
+        plan: the plan of the batches.
+        numbers: the hidden source of row numbers, one array for each set of devices.
+        rules: the shardings of the row numbers.
+        is_late: the consumer's thread must dispatch the gather: it moves rows between devices, or runs on several CPU devices, where
+            the backend can deadlock if two threads dispatch programs over several devices.
 
     Raises:
-        ConfigError: the shardings of the arrays and of the batches do not go together; names the leaf.
+        ConfigError: the shardings of the arrays and of the batches are incompatible; the message names the leaf.
 
-    Thread safety: it is called by one thread at a time.
+    Thread safety: call it from one thread at a time.
     """
 
     def __init__(self, source: DeviceArrays, plan: Plan) -> None:
         self.plan = plan
         self._source = source
-        self._places = _places(source, plan)
+        self._placements = _placements(source, plan)
         self._stores: list[Any] = []
-        self._gathers = gathers_of(plan, [place.sharding for place in self._places])
+        self._gathers = gathers_of(plan, [placement.sharding for placement in self._placements])
         where = tuple([gather.numbers_at for gather in self._gathers])
         number = np.arange(source.length, dtype=np.int32)
         self.numbers = Arrays((number,) * len(where), [number] * len(where), source.length)
         self.rules: ShardingRules = resolve(where)
-        self.is_late = any(place.is_split for place in self._places) or (plan.spans_devices and is_on_cpu(plan.put.shardings[0]))
+        moves_rows = any(placement.is_split for placement in self._placements)
+        self.is_late = moves_rows or (plan.spans_devices and is_on_cpu(plan.put.shardings[0]))
 
     def check_memory(self, batches: int) -> None:
-        """Whether the devices have room for the arrays, and for so many batches.
+        """Check that each device has room for the arrays and for this number of batches.
 
         Raises:
-            ConfigError: one has not; gives the numbers.
+            ConfigError: a device has too little; the message gives the bytes.
         """
         if self._stores:
             return
         needs: dict[Any, int] = {}
-        for place, leaf in zip(self._places, self._source.given, strict=True):
-            for device in devices_of(place.sharding):
-                needs[device] = needs.get(device, 0) + (0 if place.is_there(leaf) else place.bytes_per_device)
+        for placement, leaf in zip(self._placements, self._source.given, strict=True):
+            for device in devices_of(placement.sharding):
+                needs[device] = needs.get(device, 0) + (0 if placement.is_placed(leaf) else placement.bytes_per_device)
         of_batch = sum(spec.bytes_per_device for spec in self.plan.spec())
         for device, need in needs.items():
             free = free_bytes(device)
@@ -99,21 +100,21 @@ class DeviceRows:
                 )
 
     def put(self, narrow: Narrow) -> None:
-        """Put the arrays on the devices, where they are not there yet, and wait until they are.
+        """Put the arrays on the devices, unless they are there already, and wait for the transfer.
 
         Raises:
-            NarrowingError: a value does not survive the conversion to 32 bits; names leaf and row.
+            NarrowingError: a value does not fit into 32 bits; the message names leaf and row.
         """
         if not self._stores:
             with explicit():
-                stores = [place.put(leaf, narrow) for place, leaf in zip(self._places, self._source.given, strict=True)]
+                stores = [placement.put(leaf, narrow) for placement, leaf in zip(self._placements, self._source.given, strict=True)]
             self._stores = block_until_ready(stores)
 
     def __call__(self, numbers: Sequence[Any]) -> list[Any]:
         """Dispatch the gather of a batch.
 
         Args:
-            numbers: of its rows, as the transfer put them.
+            numbers: the row numbers of the batch, one array for each set of devices.
 
         Returns:
             The arrays of the batch, in the put order of its plan.
@@ -126,25 +127,25 @@ class DeviceRows:
 
 
 def free_bytes(device: Any) -> int | None:
-    """What a device has free; None where its backend does not say."""
+    """Free memory of a device in bytes; None if its backend does not tell."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-# -- where the arrays lie
+# -- placement of the arrays
 
 
 class _Place:
-    """Where one array lies.
+    """The placement of one array.
 
     Attributes:
-        path: of the leaf.
-        sharding: of the array.
-        shape: filled up to rows that can be split equally.
-        dtype: on the devices.
-        is_split: no device has all rows.
+        path: path of the leaf.
+        sharding: sharding of the array.
+        shape: `(rows, *example)`, padded to a number of rows that can be split equally.
+        dtype: dtype on the devices.
+        is_split: rows are split, so no device holds all of them.
     """
 
     def __init__(self, path: str, sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
@@ -159,8 +160,8 @@ class _Place:
     def bytes_per_device(self) -> int:
         return nbytes_of(self.sharding.shard_shape(self.shape), self.dtype)
 
-    def is_there(self, leaf: Any) -> bool:
-        """Whether the user put it there already."""
+    def is_placed(self, leaf: Any) -> bool:
+        """Whether the user's array already has this placement."""
         placed: Any = self.sharding
         return (
             isinstance(leaf, jax.Array)
@@ -170,7 +171,7 @@ class _Place:
         )
 
     def put(self, leaf: Any, narrow: Narrow) -> Any:
-        if self.is_there(leaf):
+        if self.is_placed(leaf):
             return leaf
         if isinstance(leaf, jax.Array):
             if leaf.dtype != self.dtype:
@@ -193,7 +194,7 @@ class _Place:
         return make_array_from_callback(self.shape, self.sharding, piece)
 
     def _piece(self, leaf: AnyArray, index: tuple[slice, ...], narrow: Narrow) -> AnyArray:
-        """A part of the array in memory of its own, which the CPU backend may keep."""
+        """A copy of a part of the array; the CPU backend may alias its memory."""
         start, stop, _ = index[0].indices(self.shape[0])
         some = leaf[(slice(start, min(stop, len(leaf))), *index[1:])]
         shape = (stop - start, *some.shape[1:])
@@ -201,21 +202,21 @@ class _Place:
         part[len(some) :] = np.zeros((), self.dtype)
         try:
             store(part[: len(some)], some, path=self.path, policy=narrow, row=start)
-        except NarrowingError as error:  # it speaks of a batch
+        except NarrowingError as error:  # its text names a row of a batch
             raise NarrowingError(str(error).replace("of the batch", "of the arrays")) from None
         return part
 
 
-def _places(source: DeviceArrays, plan: Plan) -> list[_Place]:
+def _placements(source: DeviceArrays, plan: Plan) -> list[_Place]:
     shardings = _store_shardings(source, plan)
-    places: list[_Place] = []
+    placements: list[_Place] = []
     for leaf, stored, array in zip(plan.leaves, shardings, source.leaves, strict=True):
         batch: Any = leaf.sharding
         _check_together(leaf.path, stored, batch)
-        # One device is one device: of the two ways to say so, that of the batch.
+        # Several shardings can name the same single device: use the batch's form, as the gather does.
         where = replicated_like(batch) if len(batch.device_set) == 1 else stored
-        places.append(_Place(leaf.path, where, array.shape, leaf.target))
-    return places
+        placements.append(_Place(leaf.path, where, array.shape, leaf.target))
+    return placements
 
 
 def _store_shardings(source: DeviceArrays, plan: Plan) -> list[Any]:
@@ -236,13 +237,13 @@ def _store_shardings(source: DeviceArrays, plan: Plan) -> list[Any]:
 
 
 def _is_bare(sharding: Any) -> bool:
-    """Whether it names axes alone, and no mesh."""
+    """Whether a sharding consists of PartitionSpecs, without a mesh."""
     rules: list[Any] = jax.tree.leaves(sharding, is_leaf=lambda node: isinstance(node, PartitionSpec))  # pyright: ignore[reportUnknownLambdaType]
     return all(isinstance(rule, PartitionSpec) for rule in rules)
 
 
 def _rules_of(sharding: Any, batches: Sequence[Any]) -> ShardingRules:
-    """The user's sharding of the arrays; a bare spec speaks of the mesh of the batches."""
+    """The user's sharding of the arrays; bare specs refer to the mesh of the batches."""
     meshes = {mesh_of(one) for one in batches if isinstance(one, NamedSharding)}
     if len(meshes) != 1:
         return resolve(sharding)
@@ -251,7 +252,7 @@ def _rules_of(sharding: Any, batches: Sequence[Any]) -> ShardingRules:
 
 
 def _check_together(path: str, stored: Any, batch: Any) -> None:
-    """Whether rows can get from where an array lies to where batches go."""
+    """Check that rows can be gathered from the array's sharding into the batch's."""
     name = path or "(the batch itself)"
     if stored is HOST:
         raise ConfigError(f"ps.OnDevice: leaf {name}: its array is to lie on devices, so ps.HOST is no sharding for it")

@@ -1,10 +1,10 @@
-"""Which rows make which batch of an epoch: pure arithmetic, in memory that does not grow with the source.
+"""The order of rows in an epoch, and their division into batches: pure arithmetic, in memory that does not grow with the source.
 
-The order of an epoch is a function of (length, seed, epoch) alone. Batch sizes, workers, devices and processes only cut it into
-pieces, so none of them changes which row follows which.
+The order of an epoch is a function of (length, seed, epoch) alone. Batch size, workers, devices and processes only cut it into pieces;
+none of them changes the order.
 
-What a key gives here is fixed for ever, on every platform and NumPy version: saved states hold positions in an order, not the
-order itself. Hence only what NumPy promises never to change is used: `SeedSequence` and the raw words of a bit generator. The
+The permutation of a given key must never change, on any platform or NumPy version: saved states hold positions in an order, not the
+order itself. So this file uses only what NumPy promises never to change: `SeedSequence` and the raw words of a bit generator. The
 methods of `numpy.random.Generator` carry no such promise (NEP 19).
 """
 
@@ -29,7 +29,7 @@ _Words = NDArray[np.uint64]
 
 
 def _constant(value: int) -> _Words:
-    # An array without axes: as an operand it costs half of what a NumPy scalar or an int does, at the size of a batch.
+    # A 0-d array: for arrays of a batch's size it is half as expensive an operand as a NumPy scalar or an int.
     return np.array(value, dtype=np.uint64)
 
 
@@ -37,10 +37,10 @@ _MIX: Final = tuple((_constant(shift), _constant(factor)) for shift, factor in (
 
 
 def seed_sequence(*numbers: int) -> np.random.SeedSequence:
-    """The seeds of several non-negative integers of any size.
+    """A `SeedSequence` that differs for any two lists of non-negative integers of any size.
 
-    `SeedSequence([2**32 + 7, 0])` and `SeedSequence([7, 1])` are the same, as it joins the 32-bit words of its integers and pads
-    with zeros. With their count in front, and before each the count of its words, no two lists are the same.
+    `SeedSequence` joins the 32-bit words of its integers and pads with zeros, so `[2**32 + 7, 0]` and `[7, 1]` give the same one. Putting
+    the number of integers first, and before each integer the number of its words, makes the encoding unique.
     """
     words = [len(numbers)]
     for number in numbers:
@@ -55,12 +55,12 @@ class Permutation:
 
     Up to 4,096 rows it is a table, uniform over all permutations. Above, it is a generalised Feistel network over a domain
     slightly larger than the length, with cycle walking: methods 2 and 3 of Black and Rogaway, "Ciphers with Arbitrary Finite
-    Domains", CT-RSA 2002. It shuffles well; it hides nothing from an adversary.
+    Domains", CT-RSA 2002. It shuffles well, but is not cryptographically secure.
 
     Args:
         length: rows, at most 2**40.
-        key: non-negative integers of any size, e.g. a seed and an epoch. The length is part of the key too: the orders of two
-            lengths have nothing to do with each other.
+        key: non-negative integers of any size, e.g. a seed and an epoch. The length is part of the key too, so the orders of two
+            lengths are unrelated.
 
     Raises:
         ConfigError: the length or the key is out of range.
@@ -81,25 +81,25 @@ class Permutation:
         self._forward = _Table(length, seeds) if length <= _TABLE_ROWS else _Feistel(length, seeds)
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each position is sent.
+        """The row at each position.
 
         Args:
-            positions: integers in `range(length)`, of any shape; left as they are.
+            positions: integers in `range(length)`, of any shape; not modified.
 
         Returns:
             A new array of the same shape; distinct positions give distinct rows.
 
         Raises:
-            IndexError: a position is outside.
+            IndexError: a position is out of range.
         """
-        words = positions.astype(np.uint64).reshape(-1)  # what is negative becomes huge
+        words = positions.astype(np.uint64).reshape(-1)  # negative positions become huge
         if words.size and int(words.max()) >= self.length:
             raise IndexError(f"a position is outside range({self.length})")
         return self._forward(words).view(np.int64).reshape(positions.shape)
 
 
 class _Table:
-    """The order that sorts as many random words (method 1 of the paper): a tie, the only bias, has a chance below 2**-40."""
+    """The permutation that sorts random words (method 1 of the paper). The only bias is a tie, with a probability below 2**-40."""
 
     def __init__(self, length: int, seeds: np.random.SeedSequence) -> None:
         self._rows = np.argsort(np.random.Philox(seeds).random_raw(length), kind="stable").astype(np.uint64)
@@ -111,8 +111,8 @@ class _Table:
 class _Feistel:
     """A word below a*b is a pair (left below a, right below b); each round adds a hash of one half to the other.
 
-    Of the factors near the square root of the length those with the least excess a*b - length are taken, so that hardly a word
-    has to walk. Four rounds are not enough: at lengths near 5,000 they keep too many neighbours together. Six do so by a hair.
+    The factors a and b are those near the square root of the length with the least excess a*b - length, so that few words need cycle
+    walking. Four rounds are too few: at lengths near 5,000 they leave too many neighbours together. Six are just enough.
     """
 
     def __init__(self, length: int, seeds: np.random.SeedSequence) -> None:
@@ -138,7 +138,7 @@ class _Feistel:
         for one_round in self._rounds:
             one_round.add_hash(left, right, hashed, spare)
             left, right = right, left
-        # The rounds are even in number: each half is on its own side again.
+        # The number of rounds is even, so the halves are back on their own sides.
         right *= self._a
         right += left
         return right
@@ -148,7 +148,7 @@ class _Round:
     """left = (left + hash(right)) mod modulus, the hash being the SplitMix64 finaliser of a keyed word.
 
     Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the constants of Stafford's mix 13.
-    The finaliser's last step, which repairs low bits, is left out: the reduction uses the high ones.
+    The finaliser's last step, which improves the low bits, is left out, as the reduction uses the high bits.
     """
 
     def __init__(self, key: int, modulus: int) -> None:
@@ -161,32 +161,32 @@ class _Round:
             np.right_shift(hashed, shift, out=spare)
             np.bitwise_xor(hashed, spare, out=hashed)
             np.multiply(hashed, factor, out=hashed)
-        # Multiply and shift to [0, modulus), with as many high bits as leave room for the modulus in 64.
+        # Multiply and shift to [0, modulus): keep only as many high bits that the product fits into 64.
         np.right_shift(hashed, self._drop_bits, out=hashed)
         np.multiply(hashed, self._modulus, out=hashed)
         np.right_shift(hashed, self._keep_bits, out=hashed)
         np.add(left, hashed, out=left)
-        np.subtract(left, self._modulus, out=hashed)  # wraps to a huge word where left was below it already
+        np.subtract(left, self._modulus, out=hashed)  # wraps to a huge word if left was below the modulus already
         np.minimum(left, hashed, out=left)
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """Which rows make which batch of an epoch.
+    """The rows of each batch of an epoch.
 
-    A place in an epoch is a count of rows done, never of batches: a run can go on from any row with another batch size.
+    A place in an epoch is counted in rows, never in batches, so a run can resume at any row with another batch size.
 
     Args:
         length: rows of the source.
         batch_size: rows of a global batch.
-        drop: whether a last batch that is not full is left out.
-        shuffle: whether each epoch has an order of its own; else all have that of the source.
+        drop: whether an incomplete last batch is dropped.
+        shuffle: whether each epoch has its own random order; else all have the order of the source.
         seed: a non-negative integer of any size.
 
     Raises:
         ConfigError: a number is out of range.
 
-    Thread safety: immutable but for a cache, which is one reference to a tuple; call it from any thread.
+    Thread safety: immutable except for a cache, a single reference to a tuple; call it from any thread.
     """
 
     length: int
@@ -202,17 +202,17 @@ class EpochOrder:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: at least {least}")
         if self.shuffle:
-            self._permutation(0)  # a length that cannot be shuffled is told now, not in a reader
+            self._permutation(0)  # raises now, not in a reader thread, if the length is too large
 
     def steps(self, rows_done: int = 0) -> int:
-        """Batches still to come in an epoch of which `rows_done` rows were consumed."""
+        """The number of batches left in an epoch after `rows_done` rows."""
         left = self._left(rows_done)
         return left // self.batch_size if self.drop else -(-left // self.batch_size)
 
     def span(self, rows_done: int) -> tuple[int, int] | None:
-        """Positions `[start, stop)` of the batch that follows `rows_done` rows; None at the epoch's end.
+        """Positions `[start, stop)` of the batch after `rows_done` rows; None at the epoch's end.
 
-        With `drop` the end is where less than a batch is left.
+        With `drop`, the epoch ends when less than a full batch is left.
         """
         left = self._left(rows_done)
         if left < (self.batch_size if self.drop else 1):
@@ -223,7 +223,7 @@ class EpochOrder:
         """The rows of the source at positions `[start, stop)` of an epoch.
 
         Returns:
-            A slice where the order is that of the source; else indices of shape `(stop - start,)`.
+            A slice if there is no shuffling; else indices of shape `(stop - start,)`.
 
         Raises:
             IndexError: the positions are not within the epoch.
@@ -240,7 +240,7 @@ class EpochOrder:
         return self.length - rows_done
 
     def _permutation(self, epoch: int) -> Permutation:
-        recent = self._recent  # read once: another thread may put a new tuple in its place, at worst losing an entry
+        recent = self._recent  # read once: another thread may replace the tuple, which at worst loses a cache entry
         for known, permutation in recent:
             if known == epoch:
                 return permutation

@@ -1,4 +1,4 @@
-"""The transfer stage: takes host batches, puts them on the devices, and hands on what is ready."""
+"""The transfer stage: moves host batches to the devices, and passes on the batches whose transfer is done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PendingQueue: TypeAlias = BoundedQueue[PendingTransfer]
 
 
 class Inbox(Protocol):
-    """Where host batches come from, in order; see `Sequencer`."""
+    """The queue of host batches, in order; see `Sequencer`."""
 
     def wait_ready(self) -> bool: ...
     def has_ready(self) -> bool: ...
@@ -34,9 +34,9 @@ class TransferLimits:
     """How transfers are made.
 
     Attributes:
-        in_flight: transfers that may be on their way at once; what a batch takes may show that it must be fewer.
-        waits_apart: whether one thread dispatches transfers and another waits for them, so that no wait delays the next dispatch. Not
-            where a transfer is done when its dispatch returns (the CPU backend): there a second thread is only one more hand-over.
+        in_flight: most transfers pending at once; lowered when a batch is so large that fewer fit into memory.
+        waits_apart: whether one thread dispatches transfers and another waits for them, so that no wait delays the next dispatch.
+            False on the CPU backend: a transfer there is done when its dispatch returns, and a second thread only adds a hand-over.
     """
 
     __slots__ = ("in_flight", "waits_apart")
@@ -46,31 +46,31 @@ class TransferLimits:
         self.waits_apart = waits_apart
 
 
-def transfer_bodies(inbox: Inbox, placer: Placer, outbox: ReadyQueue, pace: TransferLimits) -> list[tuple[str, Callable[[], None]]]:
-    """What the threads that call JAX do: a name and a function each."""
-    if not pace.waits_apart:
-        return [("transfer", lambda: transfer(inbox, placer, outbox, pace))]
-    flights: PendingQueue = BoundedQueue(pace.in_flight, held_until_release=True)
+def transfer_bodies(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferLimits) -> list[tuple[str, Callable[[], None]]]:
+    """The threads that call JAX: a name and a body for each."""
+    if not limits.waits_apart:
+        return [("transfer", lambda: transfer(inbox, placer, outbox, limits))]
+    pending_queue: PendingQueue = BoundedQueue(limits.in_flight, held_until_release=True)
     return [
-        ("dispatch", lambda: dispatch(inbox, placer, flights, pace)),
-        ("transfer", lambda: land(flights, placer, inbox, outbox)),
+        ("dispatch", lambda: dispatch(inbox, placer, pending_queue, limits)),
+        ("transfer", lambda: complete(pending_queue, placer, inbox, outbox)),
     ]
 
 
-def dispatch(inbox: Inbox, placer: Placer, flights: PendingQueue, pace: TransferLimits) -> None:
-    """Dispatch the transfer of each host batch as it comes.
+def dispatch(inbox: Inbox, placer: Placer, pending_queue: PendingQueue, limits: TransferLimits) -> None:
+    """Dispatch the transfer of each host batch.
 
     Args:
         inbox: host batches, in order.
-        placer: does what has to do with devices.
-        flights: transfers on their way.
-        pace: how many may be on their way at once.
+        placer: calls JAX.
+        pending_queue: gets the dispatched transfers.
+        limits: how many transfers may be pending.
     """
     failure: BaseException | None = None
     try:
         while True:
-            flights.capacity = pace.in_flight
-            ticket = flights.reserve()
+            pending_queue.capacity = limits.in_flight
+            ticket = pending_queue.reserve()
             if ticket is None:
                 break
             try:
@@ -86,76 +86,76 @@ def dispatch(inbox: Inbox, placer: Placer, flights: PendingQueue, pace: Transfer
             if inbox.is_over():
                 break
         failure = inbox.failure
-    except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+    except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue carries the error to the consumer
         failure = error
         inbox.refuse()
-    flights.end(failure)
+    pending_queue.end(failure)
     del failure  # its traceback holds this frame
 
 
-def land(flights: PendingQueue, placer: Placer, inbox: Inbox, outbox: ReadyQueue) -> None:
-    """Wait for each transfer, and hand on what is ready.
+def complete(pending_queue: PendingQueue, placer: Placer, inbox: Inbox, outbox: ReadyQueue) -> None:
+    """Wait for each dispatched transfer, and pass its batch on.
 
     Args:
-        flights: transfers on their way, in order.
-        placer: does what has to do with devices.
-        inbox: where the host batches came from; their places are released when their transfers are ready.
-        outbox: ready batches.
+        pending_queue: dispatched transfers, in order.
+        placer: calls JAX.
+        inbox: where the host batches came from; each place in it is released when the transfer is done.
+        outbox: gets the placed batches.
     """
     failure: BaseException | None = None
     try:
-        while flights.wait_ready() and not outbox.cancelled:
-            flight = flights.take_nowait()
-            if flight is EMPTY:
+        while pending_queue.wait_ready() and not outbox.cancelled:
+            pending = pending_queue.take_nowait()
+            if pending is EMPTY:
                 continue
-            placed = _land(placer, flight, inbox)
-            flights.release()
+            placed = _complete(placer, pending, inbox)
+            pending_queue.release()
             if not outbox.put(placed):
                 break
-        failure = flights.failure
+        failure = pending_queue.failure
     except BaseException as error:  # noqa: BLE001 - as above
         failure = error
-    flights.cancel()
+    pending_queue.cancel()
     inbox.cancel()
     outbox.end(failure)
-    flights.clear()
-    inbox.clear()  # a failure is where it will be taken, and nowhere else
+    pending_queue.clear()
+    inbox.clear()  # the outbox alone keeps the failure
     del failure  # as above
 
 
-def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, pace: TransferLimits) -> None:
-    """Move batches from the host to the devices until there are no more, or none is wanted.
+def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferLimits) -> None:
+    """Dispatch transfers and wait for them in one thread, until the inbox is over or the outbox is cancelled.
 
     Args:
-        inbox: host batches, in order; their places are released when their transfers are ready.
-        placer: does what has to do with devices.
-        outbox: ready batches.
-        pace: how many transfers may be on their way at once.
+        inbox: host batches, in order; each place in it is released when the transfer is done.
+        placer: calls JAX.
+        outbox: gets the placed batches.
+        limits: how many transfers may be pending.
     """
-    flying: deque[PendingTransfer] = deque()
+    pending: deque[PendingTransfer] = deque()
     failure: BaseException | None = None
     try:
         while not outbox.cancelled:
-            if len(flying) < pace.in_flight and (inbox.has_ready() or not flying):
-                if not flying and not inbox.wait_ready():
+            if len(pending) < limits.in_flight and (inbox.has_ready() or not pending):
+                if not pending and not inbox.wait_ready():
                     break
                 host = inbox.take_nowait()
                 if host is not EMPTY:
-                    flying.append(_dispatch(placer, host))
-            elif not _deliver(placer, flying, inbox, outbox):
+                    pending.append(_dispatch(placer, host))
+            elif not _deliver(placer, pending, inbox, outbox):
                 break
         failure = inbox.failure
-    except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+    except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue carries the error to the consumer
         failure = error
     try:
-        while flying and not outbox.cancelled:  # placed before the fault
-            if not _deliver(placer, flying, inbox, outbox):
+        while pending and not outbox.cancelled:  # dispatched before the failure, so delivered before it
+            if not _deliver(placer, pending, inbox, outbox):
                 break
-    except BaseException as error:  # noqa: BLE001 - as above; it comes first
+    except BaseException as error:  # noqa: BLE001 - as above; this batch comes before the one that failed above
         failure = error
     inbox.cancel()
     outbox.end(failure)
-    inbox.clear()  # a failure is where it will be taken, and nowhere else
+    inbox.clear()  # the outbox alone keeps the failure
     del failure  # its traceback holds this frame
 
 
@@ -166,19 +166,19 @@ def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
         raise noted(error, host)  # noqa: B904 - it is that error, or has it as its cause
 
 
-def _deliver(placer: Placer, flying: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue) -> bool:
+def _deliver(placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue) -> bool:
     try:
-        placed = _land(placer, flying.popleft(), inbox)
+        placed = _complete(placer, pending.popleft(), inbox)
     except BaseException:
-        flying.clear()  # none of them may come without this one
+        pending.clear()  # batches keep their order: none may be delivered after one that failed
         raise
     return outbox.put(placed)
 
 
-def _land(placer: Placer, flight: PendingTransfer, inbox: Inbox) -> PlacedBatch:
+def _complete(placer: Placer, pending: PendingTransfer, inbox: Inbox) -> PlacedBatch:
     try:
-        placed = placer.land(flight)
+        placed = placer.land(pending)
     except BaseException as error:  # noqa: BLE001 - raised again
-        raise noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause
+        raise noted(error, pending.host)  # noqa: B904 - it is that error, or has it as its cause
     inbox.release()
     return placed

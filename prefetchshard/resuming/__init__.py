@@ -1,1 +1,1 @@
-"""Where a run stands, as a value, and the way back to it."""
+"""The position of a run as a saveable value, and resuming from it."""

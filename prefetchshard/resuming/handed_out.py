@@ -1,4 +1,4 @@
-"""Where a run stands, as its consumer sees it: from the batches handed out to a `LoaderState`, and from that back to a beginning."""
+"""Converts the batches that a run has delivered to a `LoaderState`, and a `LoaderState` back to the start point of a run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prefetchshard.sources.stateful import find_state_access, refuse_snapshot
 
 
 class HandedOut:
-    """What of a run was handed out.
+    """Tracks how much of a run was delivered to the consumer.
 
     Args:
         start: where the run began.
 
     Attributes:
-        position: of the last batch handed out; None before the first.
-        end: where the run after this one begins, once this one ended by itself.
+        position: position of the last batch delivered; None before the first.
+        end: once the run is exhausted, the start point of the next run; else None.
 
     Thread safety: each attribute is one reference, set by the consumer; `state` takes no lock and may be called from any thread.
     """
@@ -37,22 +37,22 @@ class HandedOut:
         self.end: StartPoint | None = None
 
     def state(self, fingerprint: Fingerprint) -> LoaderState:
-        """The state after the last batch handed out."""
+        """The state after the last batch delivered."""
         end, position = self.end, self.position  # each read once: another thread may set them
         return state_at(end or (self.start if position is None else position.after), fingerprint)
 
 
 def state_at(start: StartPoint, fingerprint: Fingerprint) -> LoaderState:
-    """The state of a run that has not handed out anything."""
+    """The state of a run that has delivered no batch yet."""
     return LoaderState(**msgspec.structs.asdict(start), fingerprint=fingerprint)
 
 
 def start_point_of(state: object, have: Fingerprint) -> StartPoint:
-    """The beginning of a run that goes on from a state.
+    """The start point of a run that resumes from a state.
 
     Raises:
-        ConfigError: it is no `LoaderState`.
-        StateError: the loader would give other batches.
+        ConfigError: `state` is no `LoaderState`.
+        StateError: it does not fit a loader with the fingerprint `have`.
     """
     if not isinstance(state, LoaderState):
         kind = type(state).__qualname__
@@ -64,13 +64,13 @@ def start_point_of(state: object, have: Fingerprint) -> StartPoint:
 
 
 def fingerprint_of(settings: Settings, source: Source, batch_size: int | None) -> Fingerprint:
-    """What fixes the order of the rows that a loader gives."""
+    """The fingerprint of a loader: all that determines the order of its rows."""
     if source.is_numbered is True:
-        kind, length = "random access", source.length  # the same rows as arrays or as a list have the same order
+        kind, length = "random access", source.length  # one kind: arrays and a list of the same rows have the same order
     else:
         kind, length = "iterator", None if source.one_shot else _length_of(source)
     return Fingerprint(
-        seed=_seed_as_kept(settings.seed),
+        seed=_stored_seed(settings.seed),
         shuffle=settings.shuffle,
         length=length,
         batch_size=None if batch_size is None else int(batch_size),
@@ -82,12 +82,12 @@ def fingerprint_of(settings: Settings, source: Source, batch_size: int | None) -
 def _length_of(source: Stream) -> int | None:
     try:
         return source.length
-    except Exception:  # noqa: BLE001 - the source's own code, asked for what is good to have; `len(loader)` lets it be heard
+    except Exception:  # noqa: BLE001 - raised by the source's own code; the length is optional here, and `len(loader)` reports the error
         return None
 
 
-def _seed_as_kept(seed: int) -> int:
-    """The seed itself, or 256 bits made from a longer one."""
+def _stored_seed(seed: int) -> int:
+    """The seed, or a 256-bit hash of a longer one."""
     seed = int(seed)
     if seed.bit_length() <= 256:
         return seed
@@ -95,11 +95,11 @@ def _seed_as_kept(seed: int) -> int:
 
 
 def check_rows_left(start: StartPoint, order: EpochOrder, settings: Settings, batch_size: int | None) -> None:
-    """Whether rows by number can go on from here.
+    """Check that a source with row numbers can resume here.
 
     Raises:
-        StateError: the epoch has no such place.
-        ConfigError: the rows that are left make no whole batches, and remainder="error".
+        StateError: the place is beyond the end of the epoch.
+        ConfigError: the remaining rows are no multiple of the batch size, and remainder="error".
     """
     done = start.batches if batch_size is None else start.rows
     left = order.length - done
@@ -113,10 +113,10 @@ def check_rows_left(start: StartPoint, order: EpochOrder, settings: Settings, ba
 
 
 def check_one_shot(start: StartPoint, source: object) -> None:
-    """Whether a one-shot iterator can go on from here.
+    """Check that a one-shot iterator can resume here.
 
     Raises:
-        StateError: it has one epoch, and the state is further; or it takes no state of its own, and the state holds one.
+        StateError: the state is in a later epoch, or holds a source's own state that this iterator cannot restore.
     """
     if start.epoch != start.run_epoch:
         raise StateError(
@@ -128,15 +128,15 @@ def check_one_shot(start: StartPoint, source: object) -> None:
 
 
 def next_run(start: StartPoint, last: Position | None, epochs: int | None) -> StartPoint:
-    """Where the run begins that follows one that ended by itself.
+    """The start point of the run that follows an exhausted one.
 
     Args:
-        start: where the ended one began.
-        last: of its last batch; None where it had none.
-        epochs: of a run.
+        start: where the exhausted run began.
+        last: position of its last batch; None if it had no batch.
+        epochs: epochs per run.
     """
     epoch = start.run_epoch + (epochs or 0)
-    if start.epoch >= epoch:  # it was to have fewer epochs than were read of it already
+    if start.epoch >= epoch:  # resumed with a smaller `epochs`, after more than that were read
         return msgspec.structs.replace(start, run=start.run + 1, run_epoch=start.epoch)
     way = "index" if start.resumes_by == "index" else "replay"
     return StartPoint(run=start.run + 1, run_epoch=epoch, epoch=epoch, step=start.step if last is None else last.step + 1, resumes_by=way)

@@ -1,7 +1,7 @@
-"""Where a run stands, as a value: to save, to check against a loader, and to resume from.
+"""The state of a run as a value: to save, to check against a loader, and to resume from.
 
-Encoded, a state is `PFSt`, eight bytes of BLAKE2b over the rest, and one MessagePack array that begins with the version. Reading
-runs no code from the file, and whatever the bytes are, the outcome is a state or a `StateError`.
+An encoded state is `PFSt`, eight bytes of BLAKE2b over the rest, and one MessagePack array that begins with the version. Decoding runs
+no code from the file, and any bytes give either a state or a `StateError`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from prefetchshard.base.errors import StateError
 from prefetchshard.base.position import StartPoint
 
 VERSION: Final = 2
-"""The version of the state that this library writes; it reads version 1 too."""
+"""The format version that this library writes; it reads version 1 too."""
 
 _MAGIC: Final = b"PFSt"
 _HEAD_BYTES: Final = len(_MAGIC) + 8
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What fixes the order of rows. A state resumes only a loader with the same one.
+    """All that determines the order of rows. A state resumes only a loader with the same fingerprint.
 
     Args:
         seed: at most 256 bits.
         shuffle: whether the rows of an epoch are permuted.
-        length: rows (without `batch_size`: batches) of the source; None where that is not known, which fits every length.
-        batch_size: global rows a step; None where the source makes the batches.
+        length: rows of the source (batches, without `batch_size`); None if unknown, which matches any length.
+        batch_size: global rows per step; None if the source makes the batches.
         remainder: "drop", "error" or "pad".
-        kind: "random access" (the same rows as arrays and as a dataset have one order) or "iterator".
+        kind: "random access" (arrays and datasets: the same rows have the same order) or "iterator".
 
     Raises:
-        StateError: a value is of another type or out of range.
+        StateError: a value has the wrong type or is out of range.
 
     Thread safety: immutable.
     """
@@ -60,23 +60,16 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far a consumer got, counted in what it was handed, whatever was read ahead: a start point, and what fixed the order of rows.
-
-    Example:
-        with ps.Loader({"x": np.arange(64)}, batch_size=16) as loader:
-            next(iter(loader))
-            saved = loader.state().encode()
-        rest = ps.Loader({"x": np.arange(64)}, batch_size=16, state=ps.LoaderState.decode(saved))
-        assert len(list(rest)) == 3
+    """The place in a run after the last batch delivered to the consumer, regardless of prefetched batches: a start point and a fingerprint.
 
     Args:
-        version: of the state's format.
-        fingerprint: what fixed the order.
+        version: version of the format.
+        fingerprint: determines the order of rows.
         run, run_epoch, epoch, rows, batches, step, last_rows, batch_rows: see `StartPoint`.
         resumes_by, snapshot, since_snapshot, sample: see `StartPoint`.
 
     Raises:
-        StateError: a value is of another type or out of range.
+        StateError: a value has the wrong type or is out of range.
 
     Thread safety: immutable.
 
@@ -113,7 +106,7 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Reads what `encode` wrote.
 
         Raises:
-            StateError: the bytes are damaged, foreign, or of a newer version.
+            StateError: the bytes are damaged, no state, or of a newer version.
         """
         if not isinstance(data, bytes | bytearray | memoryview):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             raise StateError(f"a state is read from bytes, not from {type_name(data)}")
@@ -133,35 +126,35 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
         return cls._from_fields(fields, builtin_types=(bytes,))
 
     def to_json(self) -> str:
-        """Returns the state as one line of JSON, nothing left out; bytes are base64."""
+        """Returns the complete state as one line of JSON, with bytes in base64."""
         return msgspec.json.format(msgspec.json.encode(self), indent=0).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Reads what `to_json` wrote; raises StateError as `decode` does, and for a field too many or too few."""
+        """Reads what `to_json` wrote; raises StateError as `decode` does, and for unknown or missing fields."""
         fields = read_safely(msgspec.json.decode, text)
         if type(fields) is not dict:
             raise StateError("a state in JSON is an object")
         fields = cast("dict[str, Any]", fields)
         _check_version(fields.get("version", VERSION))
-        # Without this a misspelt or lost field would take its default, and the run would quietly start over.
+        # Without this check a misspelt or missing field would get its default, and the run would silently start over.
         if missing := set(cls.__struct_fields__) - set(fields):
             raise StateError(f"the state lacks {', '.join(sorted(missing))}")
         return cls._from_fields(fields)
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any], *, builtin_types: tuple[type, ...] = ()) -> Self:
-        if fields.get("version") == 1:  # its `sample` was of a batch as it was placed, and is now of items as they are pulled
+        if fields.get("version") == 1:  # its `sample` is a hash of the placed batch, not of the pulled items
             fields = {**fields, "version": VERSION, "sample": None}
         return read_safely(lambda: msgspec.convert(fields, cls, builtin_types=builtin_types))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the state to a file, so that a crash at any moment leaves the old state or the new one, whole.
+        """Writes the state to a file atomically: after a crash the file holds the complete old state or the complete new one.
 
         Raises:
-            OSError: the file cannot be written; the old one is then untouched.
+            OSError: the file cannot be written; the old one is then unchanged.
         """
-        # Through a link the file behind it is replaced, not the link.
+        # If the path is a symbolic link, replace its target, not the link.
         target = os.path.realpath(path)
         folder, name = os.path.split(target)
         temporary = os.path.join(folder, f".{name[:64]}.{secrets.token_hex(8)}.tmp")
@@ -181,8 +174,8 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Reads what `save` wrote.
 
         Raises:
-            StateError: the file is damaged, foreign, or of a newer version; the text names it.
-            OSError: the file is not there, or cannot be read.
+            StateError: the file is damaged, no state, or of a newer version; the message names the file.
+            OSError: the file does not exist or cannot be read.
         """
         with open(path, "rb") as file:
             data = file.read()
@@ -192,13 +185,13 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise StateError(f"{os.fspath(path)}: {error}") from error
 
     def rebatch(self, batch_size: int) -> Self:
-        """Returns the state to go on from with another batch size, at the very next row.
+        """Returns a state that resumes with another batch size, at the next row.
 
-        `rows`, `batches` and `step` still count what was handed out; what speaks of batches of the old size (`sample`, `batch_rows`)
-        is dropped.
+        `rows`, `batches` and `step` still count what was delivered; the fields about batches of the old size (`sample`, `batch_rows`)
+        are cleared.
 
         Raises:
-            StateError: the place is known only in batches, or only by the source; or `batch_size` is none.
+            StateError: the place is counted in batches or known only to the source, or `batch_size` is no positive integer.
         """
         if self.fingerprint.batch_size is None:
             raise StateError("rebatch: the source makes the batches, so their size is not the loader's to change")
@@ -209,17 +202,17 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, fingerprint=fingerprint, sample=None, batch_rows=None)
 
     def unchecked(self) -> Self:
-        """Returns the state without its `sample`: a replay then takes any source for the one that was read before.
+        """Returns the state without its `sample`, so that a replay does not check whether the source is the same.
 
-        For sources that differ from time to time and are meant to, such as one with augmentation that is not seeded.
+        For sources that differ on purpose each time they are read, such as one with unseeded augmentation.
         """
         return msgspec.structs.replace(self, sample=None)
 
     def check(self, have: Fingerprint) -> None:
-        """Compares with a loader.
+        """Compares the state's fingerprint with a loader's.
 
         Raises:
-            StateError: the loader would give other batches; the text names each field that differs, with both values.
+            StateError: they differ; the message names each field that differs, with both values.
         """
         faults = [self._fault(name, have) for name in Fingerprint.__struct_fields__ if self._differs(name, have)]
         if faults:
@@ -268,7 +261,7 @@ def _unseal(data: bytes) -> bytes:
 
 
 def _sync_folder(folder: str) -> None:
-    # Not every platform and file system can; the file itself is whole either way.
+    # Makes the rename durable. Not every platform and file system supports it; the file itself is complete either way.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

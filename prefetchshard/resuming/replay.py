@@ -1,7 +1,7 @@
-"""A source that begins where a run begins, and the marks that lead back to each batch of it.
+"""Opens a source at the start point of a run, and makes a mark after each batch from which a later run can resume.
 
-Where the source restores its own state it goes on from there. Else its items are read again and dropped, and a hash over some of the
-last batch's items tells whether it is still the same source.
+If the source can restore its own state, it does. Else its items are read again and dropped, and a hash over some items of the last
+batch checks that it is still the same source.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from prefetchshard.sources.iterables import END, EndType, OpenSource, Stream
 _LOG = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 5.0
-"""A line of progress comes no more often than this while items are skipped."""
+"""The shortest time between two progress messages while items are skipped."""
 COUNT_SECONDS = 0.1
-"""Nor are the statistics told more often: that costs as much as pulling a cheap item."""
+"""The shortest time between two updates of the statistics: an update costs as much as pulling a cheap item."""
 
 
 class ReplayedSource:
-    """Opens a source at a start point, and hands out its items from there.
+    """Opens a source at a start point, and yields its items from there.
 
     Args:
-        source: that is pulled.
+        source: the stream to pull.
         start: where the run begins.
-        batch_size: examples of a batch; None where an item is a batch.
-        snapshot_every: batches from one look at the source's own state to the next; None: it is never asked.
+        batch_size: examples per batch; None if an item is a batch.
+        snapshot_every: take a snapshot of the source's own state every this many batches; None: never.
         recorder: counts what is read again.
 
     Attributes:
         is_inside: whether a thread is in the source's code.
-        home_thread: the thread whose event loop the source is pulled in, where it is bound to one.
+        home_thread: the thread of the event loop to which the source is bound; None if it is not.
 
-    Thread safety: called by the source's thread; the attributes may be read from any thread.
+    Thread safety: call it from the source's thread; any thread may read the attributes.
     """
 
     def __init__(self, source: Stream, start: StartPoint, batch_size: int | None, snapshot_every: int | None, recorder: Recorder) -> None:
@@ -55,28 +55,28 @@ class ReplayedSource:
         self._ended = False
         self._batches = 0  # of this epoch, up to the last mark
         self._snapshot: bytes | None = None
-        self._since = 0  # items that were pulled after it
-        self._hash: Any = None  # over items of the batch that is being read
+        self._since = 0  # items pulled since the snapshot
+        self._hash: Any = None  # over items of the current batch
 
     @property
     def _unit(self) -> str:
         return "batches" if self._batch_size is None else "examples"
 
     def rows_done(self, epoch: int) -> int:
-        """Rows of the epoch that were handed out before the run."""
+        """Rows of the epoch that were delivered before this run."""
         return self._start.rows if epoch == self._start.epoch else 0
 
     def batches_done(self, epoch: int) -> int:
-        """Batches of the epoch that were handed out before the run."""
+        """Batches of the epoch that were delivered before this run."""
         return self._start.batches if epoch == self._start.epoch else 0
 
-    # -- getting there
+    # -- going to the start point
 
     def open(self, epoch: int, loop: Any) -> OpenSource:
-        """Open an epoch, at the source's own state where the run begins with one. `skip` comes next.
+        """Open an epoch; restore the source's own state if the run begins with one. Call `skip` next.
 
         Raises:
-            StateError: the source takes no state.
+            StateError: the source cannot restore a state.
         """
         begins = epoch == self._start.epoch
         self._snapshot = self._start.snapshot if begins else None
@@ -88,10 +88,10 @@ class ReplayedSource:
         return self._items
 
     def skip(self, epoch: int, items: OpenSource, cancelled: Callable[[], bool]) -> bool:
-        """Pull and drop what was handed out of this epoch already. False: nothing more is wanted.
+        """Pull and drop the items of this epoch that were delivered before. Returns False if cancelled.
 
         Raises:
-            StateError: the source is shorter than that, or another one.
+            StateError: the source is shorter than that, or has changed.
         """
         if epoch != self._start.epoch:
             return True
@@ -105,7 +105,7 @@ class ReplayedSource:
             self.is_inside = False
 
     def _place(self, point: StartPoint) -> int:
-        """Items of its epoch that lie before it."""
+        """The number of items of its epoch before a start point."""
         return point.batches if self._batch_size is None else point.rows
 
     def _drop(self, items: OpenSource, goal: int, cancelled: Callable[[], bool]) -> bool:
@@ -122,7 +122,7 @@ class ReplayedSource:
             if item is END and not is_cancelled:
                 raise self._too_short(done)
             if is_cancelled or now - counted_at > COUNT_SECONDS or done + 1 == goal:
-                self._recorder.count(replayed=done + 1 - counted)  # no source seconds: those are of the batches that come
+                self._recorder.count(replayed=done + 1 - counted)  # adds no source seconds: those are for delivered batches
                 counted, counted_at = done + 1, now
             if is_cancelled:
                 return False
@@ -134,17 +134,16 @@ class ReplayedSource:
         return True
 
     def _is_the_same(self, items: OpenSource, cancelled: Callable[[], bool]) -> bool:
-        """Compare with the source that was read when the state was saved. False: nothing more is wanted."""
+        """Check that the source has not changed since the state was saved. Returns False if cancelled."""
         start, sample = self._start, self._digest()
         if start.sample is None or not start.batches:
             return True
         if sample != start.sample:
             raise StateError(
                 f"batch {start.batches - 1} of epoch {start.epoch}, the last that was handed out before the state was saved, is another "
-                f"one now: the source is no longer the same, or draws random numbers that are not seeded; "
-                f"state.unchecked() goes on without this comparison"
+                f"one now: the source has changed, or draws unseeded random numbers; state.unchecked() resumes without this check"
             )
-        if self._batch_size is not None and start.last_rows < self._batch_size:  # a remainder, so the epoch ended there
+        if self._batch_size is not None and start.last_rows < self._batch_size:  # an incomplete batch, so the epoch ended there
             self._ended = items.pull() is END
             if cancelled():
                 return False
@@ -172,8 +171,8 @@ class ReplayedSource:
         """The next item, or END.
 
         Args:
-            row: its place in the batch.
-            size: items of a whole batch.
+            row: its row in the batch.
+            size: items in a full batch.
         """
         assert self._items is not None
         if self._ended:
@@ -188,7 +187,7 @@ class ReplayedSource:
         return item
 
     def _look_at(self, item: Any, row: int, size: int) -> None:
-        """Add an item to the hash of its batch: now, as the source may overwrite it."""
+        """Add an item to the hash of its batch; called right after the pull, as the source may overwrite the item later."""
         if is_sampled(row, size):
             if self._hash is None:
                 self._hash = hashlib.blake2b(digest_size=16)
@@ -199,14 +198,14 @@ class ReplayedSource:
         return None if digest is None else digest.digest()
 
     def mark(self, items: int, *, is_whole: bool) -> SourceMark:
-        """What leads back to the place right after a batch. Called when its last item was pulled.
+        """The mark from which a run resumes right after a batch. Call it once the batch's last item is pulled.
 
         Args:
-            items: that were pulled for it.
-            is_whole: False where the source was asked for more than this batch, so that its state is further on.
+            items: number of items pulled for the batch.
+            is_whole: False if the source was pulled beyond this batch, so that a snapshot would be too late.
 
         Raises:
-            StateError: the source's state cannot be kept.
+            StateError: the source's state cannot be packed.
         """
         self._batches += 1
         self._since += items

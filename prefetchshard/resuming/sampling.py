@@ -1,4 +1,4 @@
-"""A hash over a few bytes of a few items, by which a source that is read again is told from another one."""
+"""A hash over a few bytes of a few items, to detect whether a source that is read again is still the same."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 from prefetchshard.base.memory import AnyArray
 
 SAMPLED_ITEMS = 8
-"""Of a batch of examples; hashing one costs microseconds."""
+"""The number of items hashed per batch; hashing one costs microseconds."""
 SAMPLED_BYTES = 512
-"""Of an item, over its leaves: enough to meet nearly every row of a batch."""
+"""The number of bytes hashed per item, over all its leaves: enough to cover nearly every row of a batch."""
 _LEAVES = 8
-"""Of an item with more leaves only some give their bytes."""
+"""The number of leaves of an item whose bytes are hashed."""
 _OBJECTS = 4
 _PLAIN = (str, bytes, int, float, bool)
 
 
 def is_sampled(row: int, size: int) -> bool:
-    """Whether the item at this row of a batch of `size` is looked at: some from all over the batch, the last among them."""
+    """Whether to hash the item at this row of a batch of `size`: rows spread over the batch, including the last one."""
     return row == size - 1 or (row + 1) % max(1, size // SAMPLED_ITEMS) == 0
 
 
 def add_item(digest: Any, item: Any) -> None:
-    """Add the shapes of an item's leaves, and bytes from all over them."""
+    """Add the shapes of an item's leaves, and bytes spread over them."""
     try:
         leaves: list[Any] = jax.tree_util.tree_leaves(item)
     except (ValueError, TypeError):  # a dict whose keys have no order
@@ -40,8 +40,8 @@ def add_item(digest: Any, item: Any) -> None:
             digest.update(leaf.tobytes())
         elif type(leaf) in _PLAIN:
             _add_objects(digest, [leaf])
-        elif not isinstance(leaf, jax.Array) and hasattr(leaf, "__array__"):  # of what is on devices the bytes would have to come back
-            with contextlib.suppress(Exception):  # a type of another library; the loader reads it with more care
+        elif not isinstance(leaf, jax.Array) and hasattr(leaf, "__array__"):  # no transfer back from a device
+            with contextlib.suppress(Exception):  # another library's type may raise; the loader reports that when it reads the item
                 _add_array(digest, np.asarray(leaf), SAMPLED_BYTES // len(leaves))
 
 
@@ -50,9 +50,9 @@ def _add_array(digest: Any, array: AnyArray, budget: int) -> None:
         _add_objects(digest, array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist())
     elif type(array) is np.ndarray and array.flags.c_contiguous:
         flat = array.reshape(-1).view(np.uint8)
-        # An odd stride, so that not only the lowest byte of each number is met
+        # An odd stride, so that it does not hit only the lowest byte of each number
         digest.update(flat[:: (flat.size // budget) | 1].tobytes())
-    else:  # not contiguous, a masked array, a recarray: its numbers, without a copy of all of them
+    else:  # not contiguous, or a subclass: take some numbers, without copying all of them
         array = np.asarray(array)
         digest.update(array.flat[:: max(1, array.nbytes // budget)].tobytes())
 

@@ -1,1 +1,1 @@
-"""The threads of a run, and how they end."""
+"""The threads of a run, and how they are started and stopped."""

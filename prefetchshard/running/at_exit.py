@@ -1,6 +1,6 @@
-"""What becomes of live runs when the interpreter goes down, and in a forked child.
+"""Shuts down live runs when the interpreter exits, and forgets them in a forked child.
 
-Their threads are stopped and joined before it finalises: a daemon thread that is inside JAX then aborts the process.
+Their threads are stopped and joined before the interpreter finalises: a daemon thread that is inside JAX then would abort the process.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from prefetchshard.running.closing import TRANSFER_SECONDS, Closable, close_runs
 from prefetchshard.running.thread_group import THREAD_PREFIX, ending_threads
 
 live: set[Closable] = set()
-"""The runs that have begun and not ended. Each change is one call into C: a finaliser makes some."""
+"""The runs that have begun and not ended. A finaliser may change it at any moment, so every change is a single (atomic) call into C."""
 
-_held: set[int] = set()  # idents of the threads that are kept from going on
+_held: set[int] = set()  # idents of the threads that `hold_daemons` blocks
 _exiting = False
 
 
 def is_exiting() -> bool:
-    """Whether the interpreter goes down: no run may begin any more."""
+    """Whether the interpreter is exiting, so that no run may begin any more."""
     return _exiting
 
 
 def hold_daemons() -> None:
-    """Once the interpreter goes down, what daemon threads are left come no further than this.
+    """Block daemon threads that call this while the interpreter is exiting.
 
-    Their runs were closed for them; they must neither take that for the end of the data, nor start another run.
+    Exit has closed their runs; they must neither mistake that for the end of the data nor start another run.
     """
     while _exiting and threading.current_thread() is not threading.main_thread():
         _held.add(threading.get_ident())
@@ -37,7 +37,7 @@ def hold_daemons() -> None:
 
 
 def close_all() -> None:
-    """At exit. Threads that wait in a source may be left, what they would say is of no use any more; those that call JAX may not."""
+    """Close all runs at exit, without warnings. Threads blocked in a source may be left behind; threads that call JAX may not."""
     global _exiting
     _exiting = True
     try:
@@ -54,7 +54,7 @@ def _forget_all() -> None:
     consumers.clear()
 
 
-# Registered after JAX's own clean-up (`thread_group` imports JAX), so run before it: the transfer threads have left JAX when it goes down.
+# Registered after JAX's own clean-up (`thread_group` imports JAX), so it runs before that: no transfer thread is inside JAX by then.
 atexit.register(close_all)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)  # their threads are in the parent
+    os.register_at_fork(after_in_child=_forget_all)  # their threads exist only in the parent

@@ -1,10 +1,10 @@
-"""What only interpreters before 3.14 need. Remove this file when 3.14 is the oldest one supported (3.13 ends in October 2029).
+"""What only interpreters before 3.14 need. Remove this file when 3.14 is the oldest supported version (3.13 ends in October 2029).
 
-They end a daemon thread in the middle of whatever it is in, as soon as it asks for the interpreter's lock after the program's end; from
-3.14 on such a thread just stops. One that is inside JAX then aborts the process. So the end of the program looks at frames, the only
-thing that tells whether a thread is inside JAX, and waits for it. `LastingThread` is for CPython 3.11 and 3.12 alone.
+During finalisation these interpreters kill a daemon thread as soon as it asks for the GIL, wherever it is; from 3.14 on such a thread
+just hangs. If it is inside JAX, the kill aborts the process. So at exit we wait for threads that are inside JAX, which only their stack
+frames can tell. `LastingThread` is needed only for CPython 3.11 and 3.12.
 
-When this goes: `LastingThread` becomes `threading.Thread`, and `at_exit` joins the threads that end soon and waits for no other.
+On removal: `LastingThread` becomes `threading.Thread`, and `at_exit` joins the threads that end soon and waits for no other.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.waiters import Waiters
 
 CONSUMER_SECONDS = 1.0
-"""How long the end of the program waits for daemon threads to come to their next batch."""
+"""How long exit waits for daemon threads to ask for their next batch."""
 STILL_SECONDS = 0.1
-"""How long one of them must have stood at one place to count as one that waits for something else."""
+"""A daemon thread that has not moved for this long counts as waiting for something other than JAX."""
 LOOK_SECONDS = 0.2
-"""How long the end of the program looks whether a source that was given up on calls JAX."""
+"""How long exit watches whether an abandoned source calls JAX."""
 QUIET_SECONDS = 1.0
-"""How long one that does must have stayed away from JAX."""
+"""How long a source that does call JAX must be seen outside it."""
 JOIN_SECONDS = 60.0
-"""How long a thread whose body has ended may take to be gone."""
+"""How long a thread may take to end after its body has returned."""
 
 _OF_TREES = ("jax.tree", "jax._src.tree")
-"""Modules of JAX that call back what they are given, and compute nothing."""
+"""Modules of JAX that only call the functions they are given, and compute nothing."""
 
 
 class LastingThread(threading.Thread):
-    """A daemon thread that can be waited for also after Ctrl-C, and before it began.
+    """A daemon thread that can be joined before it starts, and again after Ctrl-C interrupted a join.
 
-    An interrupted `join` takes the thread for ended from then on (CPython 3.11 and 3.12).
+    In CPython 3.11 and 3.12, `Thread.join` treats a thread as ended once a join was interrupted.
 
     Attributes:
-        is_done: its body has ended, or will never begin.
+        is_done: its body has returned, or will never run.
     """
 
     def __init__(self, name: str, body: Callable[[], None]) -> None:
@@ -66,35 +66,35 @@ class LastingThread(threading.Thread):
         return super().is_alive() and not self.is_done
 
 
-class Taking(Protocol):
-    """What a consumer's thread adds to."""
+class TakeTimes(Protocol):
+    """Records when a consumer's thread takes batches."""
 
     last_next_at: float
-    """When it took a batch last, in seconds of the run's clock."""
+    """When it last took a batch, in seconds of the run's clock."""
 
 
-consumers: dict[int, tuple[Taking, int | None]] = {}
-"""The threads that took batches, by ident, which may be that of a thread that has ended; and the clock of what each computes."""
+consumers: dict[int, tuple[TakeTimes, int | None]] = {}
+"""For each thread that took batches, by ident: when, and the id of its CPU clock. The thread may have ended, and its ident be reused."""
 
 
-def note_consumer(taking: Taking) -> None:
-    """This thread takes a batch."""
+def note_consumer(times: TakeTimes) -> None:
+    """Record that this thread takes batches."""
     ident = threading.get_ident()
     known = consumers.get(ident)
-    if known is None or known[0] is not taking:
-        # Asked for here, as asking for that of a thread that has ended may crash
+    if known is None or known[0] is not times:
+        # Called in the thread itself, as `pthread_getcpuclockid` of an ended thread may crash
         clock = time.pthread_getcpuclockid(ident) if sys.platform != "win32" and hasattr(time, "pthread_getcpuclockid") else None
-        consumers[ident] = (taking, clock)
+        consumers[ident] = (times, clock)
 
 
 def wait_for_consumers(held: Collection[int]) -> None:
-    """Daemon threads that take batches may be inside JAX where they drop one: each comes to its next batch first, and is held there.
+    """Wait until daemon threads that take batches ask for their next one, where `hold_daemons` blocks them.
 
-    That has no frames. So it counts as inside JAX while it moves or computes, where it took a batch of late; one that stands still waits
-    for something else, and nobody waits for it.
+    A thread that drops a batch is inside JAX without a frame that shows it. So a thread that took a batch recently counts as inside JAX
+    while its frame changes or it uses CPU time. A thread that does neither waits for something else, and exit does not wait for it.
     """
     began = time.monotonic()
-    recent = {ident for ident, (taking, _) in list(consumers.items()) if MONOTONIC() - taking.last_next_at < CONSUMER_SECONDS}
+    recent = {ident for ident, (times, _) in list(consumers.items()) if MONOTONIC() - times.last_next_at < CONSUMER_SECONDS}
     seen: dict[int, tuple[int, int, float]] = {}
     moved_at: dict[int, float] = {}
     while (now := time.monotonic()) - began < CONSUMER_SECONDS:
@@ -115,10 +115,10 @@ def wait_for_consumers(held: Collection[int]) -> None:
 
 
 def wait_outside_jax(name_prefix: str, deadline: float) -> None:
-    """A source or a transform may be given up on where it does not return, but not where it computes with JAX, or compiles.
+    """Wait for threads with this name prefix that compute or compile with JAX; others may be abandoned in a source or transform.
 
-    Frames tell it, so only what JAX does in Python: a thread counts as inside JAX until it was not seen there for `QUIET_SECONDS`, as
-    the calls of compiled functions, and waiting for another thread's compilation, have no frames.
+    Only JAX's Python code has frames; a call of a compiled function, or the wait for another thread's compilation, has none. So a thread
+    seen inside JAX counts as inside until it was not seen there for `QUIET_SECONDS`.
     """
     last_seen = time.monotonic() - QUIET_SECONDS + LOOK_SECONDS
     while (now := time.monotonic()) < deadline:
@@ -137,7 +137,7 @@ def wait_outside_jax(name_prefix: str, deadline: float) -> None:
 def _computed_seconds(clock: int | None) -> float:
     try:
         return 0.0 if clock is None else time.clock_gettime(clock)
-    except OSError:  # that thread has ended, and another one has its ident
+    except OSError:  # the thread has ended, and another one reuses its ident
         return 0.0
 
 

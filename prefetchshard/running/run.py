@@ -1,6 +1,6 @@
-"""One run: its queues, its threads, its figures.
+"""One run: its queues, its threads, its statistics.
 
-The source's own code is never run by the thread that calls JAX, so that a source that does not return can be given up on.
+The thread that calls JAX never runs the source's own code, so a thread in a source that does not return can be abandoned.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Run:
 
     Args:
         reader: reads the source into `inbox`.
-        inbox: host batches.
+        inbox: the queue of host batches.
         placer: puts them on the devices.
-        outbox: ready batches.
-        pace: how many transfers may be on their way at once.
-        recorder: of what its threads do.
-        staging: the ring.
-        workers: reader threads, for the statistics.
+        outbox: the queue of placed batches.
+        transfer_limits: how many transfers may be pending.
+        recorder: measures what its threads do.
+        staging: the staging ring.
+        workers: number of reader threads, for the statistics.
         context: the caller's JAX settings.
 
     Thread safety: every method may be called from any thread; `cancel` and `abandon` also from a finaliser.
@@ -55,7 +55,7 @@ class Run:
         placer: Placer,
         outbox: ReadyQueue,
         *,
-        pace: TransferLimits,
+        transfer_limits: TransferLimits,
         recorder: Recorder,
         staging: Staging,
         workers: int,
@@ -71,9 +71,9 @@ class Run:
         self._staging = staging
         self._workers = workers
         self._pid = os.getpid()
-        self._waited = False  # a closer has waited for the threads; the next one need not
+        self._waited = False  # whether a close has waited for the threads; later ones need not
         self._close_failures = reader.close_failures
-        # Weakly: the threads of a run that was dropped end, and let go of its source, without the garbage collector
+        # A weak reference, so that a dropped run is freed without the garbage collector: its threads end and release the source.
         this = weakref.ref(self)
         self.threads = ThreadGroup(
             context,
@@ -84,19 +84,19 @@ class Run:
         )
         for name, body in reader.bodies:
             self.threads.add(name, body)
-        for name, body in transfer_bodies(inbox, placer, outbox, pace):
+        for name, body in transfer_bodies(inbox, placer, outbox, transfer_limits):
             self.threads.add(name, body, runs_source=False)
 
     def start(self) -> None:
-        """Begin to read, unless it has begun. Where Ctrl-C cuts the wait for that it begins all the same.
+        """Start the threads, unless that was done. If Ctrl-C interrupts the call, they start all the same.
 
         Raises:
-            UsedUpError: the interpreter goes down.
-            RuntimeError: there can be no more threads.
+            UsedUpError: the interpreter is exiting.
+            RuntimeError: no more threads can be started.
         """
         at_exit.hold_daemons()
         if at_exit.is_exiting():
-            raise UsedUpError("the interpreter goes down: no run of a loader can start any more")
+            raise UsedUpError("the interpreter is exiting: no run of a loader can start any more")
         if self.threads.has_begun:
             return
         at_exit.live.add(self)
@@ -105,7 +105,7 @@ class Run:
     def _start(self) -> None:
         try:
             self.threads.start()
-        except BaseException:  # there can be no more threads
+        except BaseException:
             self.closed = True
             self.cancel()
             self.threads.refuse()
@@ -114,7 +114,7 @@ class Run:
         _log.debug("run %#x begins: %s", id(self), self.threads)
 
     def _may_begin(self) -> bool:
-        if at_exit.is_exiting():  # too late to be waited for
+        if at_exit.is_exiting():  # exit may have stopped waiting for threads already
             self.closed = True
             self.cancel()
             return False
@@ -122,7 +122,7 @@ class Run:
 
     def _thread_left(self) -> None:
         if self.threads.has_left_source:
-            self._reader = None  # lets go of the source, whose own code that may run, also where nobody closes the run
+            self._reader = None  # releases the source, even if nobody closes the run; may run the source's own code
         if self.threads.has_ended:
             if self.outbox.cancelled:
                 self._clear()
@@ -141,14 +141,14 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of its threads have ended, or none has begun."""
+        """Whether all of its threads have ended, or none has started."""
         return self.threads.has_ended
 
     def check_consumer(self) -> None:
-        """Note which thread takes batches, and refuse where this is not the process that the run's threads are in.
+        """Record that this thread takes batches, and check that it is in the process of the run's threads.
 
         Raises:
-            UsedUpError: the run was carried into a forked child.
+            UsedUpError: this is a forked child of that process.
         """
         note_consumer(self.recorder)
         if self._pid != os.getpid():
@@ -158,7 +158,7 @@ class Run:
             )
 
     def cancel(self) -> None:
-        """Tell every thread that nothing more is wanted. Never blocks, takes no lock."""
+        """Tell every thread to end. Never blocks, takes no lock."""
         self.outbox.cancel()
         self._inbox.cancel()
         reader = self._reader
@@ -166,33 +166,31 @@ class Run:
             reader.interrupt()
 
     def abandon(self) -> None:
-        """`cancel` where nobody is left who could take a batch. Never blocks, takes no lock."""
+        """Cancel a run that has no consumer left. Never blocks, takes no lock."""
         self.closed = True
         self.cancel()
         if self.threads.has_ended:  # else the last thread does it
             self._clear()
-            at_exit.live.discard(self)  # no word of it: logging takes locks
+            at_exit.live.discard(self)  # not `_retire`: it logs, and logging takes locks
 
     def close(self) -> None:
-        """Stop, and wait until the threads have ended, in bounded time. Further calls do nothing."""
+        """Stop the run, and wait in bounded time until its threads have ended. Further calls do nothing."""
         close_runs([self])
 
-    # -- the steps of closing, for `close_runs`
+    # -- the steps of closing, for `close_runs`; see `Closable`
 
-    def tell(self) -> bool:
-        """Tell the threads to end. Whether the caller should wait for them: not twice, and not from one of them."""
+    def request_stop(self) -> bool:
         self.closed = True
         self.cancel()
         if self._waited or self._pid != os.getpid():
             return False
         self.threads.refuse()
-        if threading.current_thread() in (*self.threads.in_source, *self.threads.beside_source):
+        if threading.current_thread() in (*self.threads.in_source, *self.threads.outside_source):
             return False
         _log.debug("run %#x closes: %s", id(self), self.threads)
         return True
 
     def close_source(self) -> None:
-        """Close the source from outside where a thread is still inside it. Does not wait for that."""
         reader = self._reader
         if reader is None or not any(thread.is_alive() for thread in self.threads.in_source):
             return
@@ -200,20 +198,19 @@ class Run:
         self.threads.helpers.append(closer)
         try:
             run_uncut(closer.start)
-        except RuntimeError:  # the interpreter goes down, and starts no more threads
+        except RuntimeError:  # the interpreter is exiting, and starts no more threads
             pass
 
     def finish(self) -> list[Warning]:
-        """Drop what is left. What there is to say of how the source closed."""
         self._waited = True
         self._clear()
-        if self.threads.has_ended:  # none began, where Ctrl-C cut its start
+        if self.threads.has_ended:  # else the last thread does it; Ctrl-C may have left the run without threads
             self._retire()
         failures, self._close_failures = self._close_failures, []
         return [PrefetchWarning(f"closing the source raised {type(f).__name__}: {f}") for f in failures]
 
     def stats(self) -> Stats:
-        """What the run has done so far."""
+        """The statistics so far."""
         return self.recorder.stats(
             workers=self._workers, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats()
         )

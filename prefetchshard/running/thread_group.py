@@ -1,7 +1,7 @@
-"""The threads of a run: begun so that nothing cuts it, more or fewer while it runs.
+"""The threads of a run. Their start cannot be interrupted half-way, and threads can join and leave while the run goes on.
 
-Every thread is a daemon: one that is none holds the interpreter for as long as a source blocks. Each either runs the source's own code,
-and may be given up on, or never does, and ends soon after it was told to.
+Every thread is a daemon, as any other would keep the interpreter alive for as long as a source blocks. A thread that runs the source's
+own code may be abandoned; the others never run such code, and end soon after they are told to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GroupThread(LastingThread):
 
     Attributes:
         runs_source: it runs the source's own code.
-        ends_soon: no code of the source's holds it, once it was told to end.
+        ends_soon: the source's code cannot block it, so it ends soon once told to.
         has_left: its body has returned.
     """
 
@@ -37,13 +37,13 @@ class GroupThread(LastingThread):
         self._claims: dict[str, list[str]] = {}
 
     def claim(self, who: str) -> bool:
-        """Whether it is for this caller to say if the thread ever runs. It is for the first that asks."""
+        """Claim the decision whether the thread runs. True for the first caller only."""
         mine = [who]
-        return self._claims.setdefault("first", mine) is mine  # one call into C: no other thread, and no Ctrl-C, comes in between
+        return self._claims.setdefault("first", mine) is mine  # one call into C, so atomic for other threads and for Ctrl-C
 
     @property
     def may_run(self) -> bool:
-        """Whether it runs, or could still begin to."""
+        """Whether it runs or may still start."""
         return not self.has_left and self._claims.get("first") != [_CLOSER]
 
 
@@ -51,13 +51,13 @@ class ThreadGroup:
     """The threads of a run.
 
     Args:
-        context: JAX settings that are in force in them.
-        helpers: threads of the source beside these; others may add to this very list.
-        may_begin: asked by each thread at its start; one that may not leaves at once.
-        on_fault: told what a body raised.
-        on_leave: called by each thread whose body has returned.
+        context: the JAX settings for the threads.
+        helpers: additional threads of the source; a shared list to which others append.
+        may_begin: called by each thread at its start; if it returns False, the thread ends at once.
+        on_fault: called with the exception that a body raised.
+        on_leave: called by each thread when its body has returned.
 
-    Thread safety: every method may be called from any thread, and Ctrl-C may cut any of them: calling it again finishes what it began.
+    Thread safety: call every method from any thread. If Ctrl-C interrupts one, calling it again completes it.
 
     Attributes:
         has_begun: its threads are being started, or were.
@@ -81,10 +81,10 @@ class ThreadGroup:
         self.has_begun = False
 
     def add(self, name: str, body: Callable[[], None], *, runs_source: bool = True) -> None:
-        """Add a thread, which begins with the others, or now where they have begun. It leaves the group when its body returns.
+        """Add a thread. It starts with the others, or at once if they have started, and leaves the group when its body returns.
 
         Raises:
-            RuntimeError: there can be no more threads.
+            RuntimeError: no more threads can be started.
         """
         for thread in list(self._threads):
             if thread.has_left and not thread.is_alive():
@@ -98,10 +98,10 @@ class ThreadGroup:
             run_uncut(self._start_all)
 
     def start(self) -> None:
-        """Begin, unless it has begun.
+        """Start the threads, unless that was done.
 
         Raises:
-            RuntimeError: there can be no more threads. Those that began go on.
+            RuntimeError: no more threads can be started. Those that started keep running.
         """
         if not self.has_begun:
             run_uncut(self._start_all)
@@ -118,7 +118,7 @@ class ThreadGroup:
                     raise
 
     def refuse(self) -> None:
-        """The threads that have not begun will not begin any more."""
+        """Prevent threads that have not started from starting."""
         for thread in list(self._threads):
             if thread.claim(_CLOSER):
                 thread.set_done()
@@ -127,8 +127,8 @@ class ThreadGroup:
         try:
             if self._may_begin():
                 with self._context.in_force():
-                    bodies.pop()()  # and lets go of it: it holds the reader, hence the source
-        except BaseException as error:  # noqa: BLE001 - users' faults were caught before: this is ours, and still no reason to hang
+                    bodies.pop()()  # drops the reference to the body, which holds the reader and so the source
+        except BaseException as error:  # noqa: BLE001 - bodies catch users' errors: this is a bug of ours, which must not hang the consumer
             self._on_fault(error)
         finally:
             bodies.clear()
@@ -138,12 +138,12 @@ class ThreadGroup:
 
     @property
     def in_source(self) -> list[threading.Thread]:
-        """The threads that run the source's own code."""
+        """The threads that run the source's own code, with the helpers."""
         return [*(thread for thread in list(self._threads) if thread.runs_source), *self.helpers]
 
     @property
-    def beside_source(self) -> list[threading.Thread]:
-        """The threads that never do."""
+    def outside_source(self) -> list[threading.Thread]:
+        """The threads that never run the source's own code."""
         return [thread for thread in list(self._threads) if not thread.runs_source]
 
     @property
@@ -162,5 +162,5 @@ class ThreadGroup:
 
 
 def ending_threads() -> list[threading.Thread]:
-    """The threads that end whatever a source does: also those of runs that were dropped, which are in JAX while they drop batches."""
+    """All live threads that no source can block, including those of dropped runs, which may be inside JAX while they drop batches."""
     return [thread for thread in threading.enumerate() if isinstance(thread, GroupThread) and thread.ends_soon]

@@ -1,1 +1,1 @@
-"""What `sharding=` means, and where each leaf of a batch goes."""
+"""Resolves `sharding=` to one sharding for each leaf of a batch."""

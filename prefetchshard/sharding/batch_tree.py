@@ -1,7 +1,9 @@
-"""How a batch is put together: its containers, the readable path of each leaf, and which rule of `sharding=` each leaf falls under."""
+"""The tree structure of a batch: its containers, a readable path for each leaf, and the rule of `sharding=` that applies to each leaf."""
 
 from __future__ import annotations
 
+import operator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -14,18 +16,18 @@ if TYPE_CHECKING:
 
 
 LEAF = tree_structure(0)
-"""The structure of what is one leaf; also of a part of a batch that stays on the host, whatever it is."""
+"""The structure of a single leaf. A part of a batch that stays on the host counts as one leaf, whatever it holds."""
 
 
 class BatchTree:
     """The containers of a batch, without its leaves.
 
-    Two batches of one loader whose structures are equal have the same leaves in the same order.
+    Two batches of one loader with equal trees have the same leaves in the same order.
 
     Attributes:
-        paths: of each leaf: `image`, `meta.name`, `[0].x`; empty for a batch that is one leaf.
-        named: whether the rule was written for that leaf itself, rather than for a container above it.
-        rules: index of the rule that each leaf falls under.
+        paths: the path of each leaf, such as `image`, `meta.name`, `[0].x`; empty for a batch that is a single leaf.
+        named: for each leaf, whether its rule was written for the leaf itself rather than for a container above it.
+        rules: for each leaf, the index of its rule.
 
     Thread safety: immutable.
     """
@@ -42,7 +44,7 @@ class BatchTree:
         self.rules = rules
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The batch over other leaves, in the order of `paths`."""
+        """A batch of this structure from new leaves, in the order of `paths`."""
         parts: list[Any] = []
         start = 0
         for tree in self._trees:
@@ -67,18 +69,18 @@ class BatchTree:
 
 
 def leaf_paths(node: Any, above: tuple[Any, ...] = ()) -> list[str]:
-    """The path of each leaf of a tree that lies below the given keys."""
+    """The path of each leaf of `node`, prefixed with the keys that lead to `node`."""
     return [path_text((*above, *keys)) for keys, _ in tree_flatten_with_path(node)[0]]
 
 
 def in_brackets(paths: Sequence[str]) -> str:
-    """The leaves of a batch for the text of an error: ` (image, label)`; empty for a batch that is one leaf."""
+    """Leaf paths for an error message: ` (image, label)`; empty for a batch that is a single leaf."""
     named = [path for path in paths if path]
     return f" ({', '.join(named[:8])}{', ...' if len(named) > 8 else ''})" if named else ""
 
 
 def path_text(keys: Sequence[Any]) -> str:
-    """Keys of a JAX tree as one reads them: `meta.name`, `[0].x`."""
+    """The keys of a JAX tree path in readable form: `meta.name`, `[0].x`."""
     return "".join(_key_text(key, first=i == 0) for i, key in enumerate(keys))
 
 
@@ -99,9 +101,9 @@ def _dict_key_text(key: Any, *, first: bool) -> str:
 
 
 def mismatch(rules: Any, batch: Any, is_rule: Callable[[Any], bool]) -> PlacementError | None:
-    """Where a batch is not put together as the tree of rules is; None where no difference is found."""
+    """The error that says where the structures of rules and batch differ; None if they do not."""
     difference = next(_differences(rules, batch, is_rule, ()), None)
-    return None if difference is None else PlacementError(f"sharding and batch are put together differently: {difference}")
+    return None if difference is None else PlacementError(f"sharding and batch differ in structure: {difference}")
 
 
 def _differences(rules: Any, batch: Any, is_rule: Callable[[Any], bool], path: tuple[Any, ...]) -> Iterator[str]:
@@ -121,18 +123,11 @@ def _differences(rules: Any, batch: Any, is_rule: Callable[[Any], bool], path: t
 
 
 def _one_level(node: Any) -> TreeDef:
-    return tree_structure(node, is_leaf=_is_not(node))
+    return tree_structure(node, is_leaf=partial(operator.is_not, node))
 
 
 def _children(node: Any) -> dict[tuple[Any, ...], Any]:
-    return dict(tree_flatten_with_path(node, is_leaf=_is_not(node))[0])
-
-
-def _is_not(node: Any) -> Callable[[Any], bool]:
-    def is_another(part: Any) -> bool:
-        return part is not node
-
-    return is_another
+    return dict(tree_flatten_with_path(node, is_leaf=partial(operator.is_not, node))[0])
 
 
 def _kind(node: Any) -> str:

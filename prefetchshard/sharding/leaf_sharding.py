@@ -1,4 +1,4 @@
-"""One sharding and one leaf: whether they fit, and the shardings that follow from others."""
+"""Checks that a sharding fits a leaf, and derives shardings from others."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Shape = tuple[int, ...]
 
 
 def fit(sharding: Sharding, path: str, shape: Shape, *, named: bool) -> Sharding:
-    """The sharding of a leaf, from the rule that it falls under.
+    """The sharding of a leaf, from the rule that applies to it.
 
     Args:
         sharding: the rule.
         path: of the leaf.
         shape: global shape of the leaf.
-        named: the rule was written for this leaf itself, so that it must not speak of axes which the leaf has not.
+        named: the rule was written for this leaf itself, so a spec with more axes than the leaf is an error instead of being cut off.
 
     Raises:
-        PlacementError: it does not fit; names path, shape, spec, mesh and the way out.
+        PlacementError: it does not fit; the message names path, shape, spec and mesh, and says what to change.
     """
     if not isinstance(sharding, NamedSharding):
         return _accepted(sharding, path, shape)
@@ -76,20 +76,19 @@ def _respec(sharding: NamedSharding, entries: Sequence[Any]) -> NamedSharding:
 
 
 def replicated_like(sharding: Sharding) -> Sharding:
-    """Everything on each of the devices of another sharding, in the same memory."""
+    """The fully replicated sharding over the devices of another one, in the same memory kind."""
     if isinstance(sharding, NamedSharding):
         return _respec(sharding, ())
-    devices = devices_of(sharding)
     if isinstance(sharding, SingleDeviceSharding):
         return sharding
-    return NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec(), memory_kind=sharding.memory_kind)
+    return NamedSharding(Mesh(np.array(devices_of(sharding)), ("devices",)), PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
 def with_leading_axis(sharding: Sharding) -> Sharding:
-    """The sharding of `(k, rows / k, ...)` from that of `(rows, ...)`: each of the k parts is cut as the whole was.
+    """The sharding of `(k, rows / k, ...)` from that of `(rows, ...)`: each of the k microbatches is split as the batch was.
 
     Raises:
-        ConfigError: another kind than NamedSharding, over several devices.
+        ConfigError: the sharding is over several devices and no NamedSharding.
     """
     if isinstance(sharding, NamedSharding):
         entries: tuple[Any, ...] = tuple(sharding.spec)
@@ -100,9 +99,9 @@ def with_leading_axis(sharding: Sharding) -> Sharding:
 
 
 def rows_like(shardings: Sequence[Sharding | HostType], shapes: Sequence[Shape]) -> Sharding | HostType:
-    """How one value a row is placed, `(rows,)`: like axis 0 of the first leaf whose rows are split.
+    """The sharding of an array with one value per row, `(rows,)`: split like axis 0 of the first leaf whose rows are split.
 
-    Where no leaf is split it is replicated over the devices of the first one; where all stay on the host, so does it.
+    If no leaf is split, the array is replicated over the devices of the first leaf; if all leaves stay on the host, so does the array.
     """
     placed = [(sharding, len(shape)) for sharding, shape in zip(shardings, shapes, strict=True) if sharding is not HOST]
     for sharding, ndim in placed:

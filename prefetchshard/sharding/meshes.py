@@ -1,4 +1,4 @@
-"""Meshes, and what a sharding says about rows: in how many pieces axis 0 is cut, and which rows this process holds."""
+"""Meshes, and how a sharding splits rows: into how many pieces, and which of them this process holds."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ RowSlice = tuple[int, int]
 
 
 class ProcessShard(NamedTuple):
-    """The part of the rows that a process reads: piece `index` of `count` equal ones. Processes with the same index read the same rows."""
+    """The part of the rows that a process reads: shard `index` of `count` equal ones. Processes with the same index read the same rows."""
 
-    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - the words of the field; nobody counts in it
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] - the standard names; nobody needs the tuple methods
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with axes of type Auto, its devices in the order that suits their wiring.
+    """A mesh with axes of type Auto, its devices ordered to suit the interconnect.
 
     Args:
-        axes: size of each axis by name; one may be -1 and takes what is left.
-        devices: all of them are used; default: all devices of all processes.
+        axes: size of each axis by name; one may be -1, which means all remaining devices.
+        devices: the devices to use, all of them; default: all devices of all processes.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of devices, two are -1, one is zero, or there is none.
+        ConfigError: the product of the sizes is not the number of devices, two sizes are -1, one is zero, or there is no axis.
 
     Example:
         mesh = ps.make_mesh({"data": -1, "model": 2})
@@ -70,7 +70,7 @@ def _check_axes(axes: Mapping[str, int], devices: int) -> None:
 
 
 def axis_names(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes that one entry of a PartitionSpec names: none for None, several for a tuple.
+    """The mesh axes in one entry of a PartitionSpec: none for None, several for a tuple.
 
     Raises:
         ConfigError: the entry is `PartitionSpec.UNCONSTRAINED`, which says nothing about where data goes.
@@ -83,20 +83,20 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[Any, ...]:
-    """All mesh axes that a spec names, in its order."""
+    """All mesh axes in a spec, in order."""
     return tuple(name for entry in tuple(spec) for name in axis_names(entry))
 
 
 def axis_size(mesh: Mesh, entry: Any) -> int:
-    """In how many pieces an entry of a PartitionSpec cuts an axis of an array."""
+    """The number of pieces into which an entry of a PartitionSpec splits an axis of an array."""
     return math.prod(mesh.shape[name] for name in axis_names(entry))
 
 
 def check_spec(spec: PartitionSpec, mesh: Mesh) -> None:
-    """Whether a spec can be used with a mesh.
+    """Check that a spec can be used with a mesh.
 
     Raises:
-        ConfigError: it names an axis that the mesh has not, or one twice, or is unconstrained.
+        ConfigError: it names an axis that the mesh does not have, or one axis twice, or is unconstrained.
     """
     names = spec_axes(spec)
     for name in names:
@@ -110,17 +110,17 @@ def check_spec(spec: PartitionSpec, mesh: Mesh) -> None:
 
 
 def split_count(sharding: Sharding, ndim: int, axis: int = 0) -> int:
-    """In how many distinct pieces a sharding cuts an axis of an array of `ndim` axes."""
+    """The number of distinct pieces into which a sharding splits an axis of an array of `ndim` axes."""
     if isinstance(sharding, NamedSharding):
         return axis_size(mesh_of(sharding), sharding.spec[axis]) if axis < len(sharding.spec) else 1
     if sharding.is_fully_replicated or axis >= ndim:
         return 1
-    devices = len(devices_of(sharding))  # the pieces along any axis divide it
+    devices = len(devices_of(sharding))  # a multiple of the pieces along any axis, so this shape can be split
     return devices // sharding.shard_shape((devices,) * ndim)[axis]
 
 
 def row_split(sharding: Sharding) -> int:
-    """In how many pieces a sharding cuts axis 0, where the rank of the array is not known yet."""
+    """The number of pieces into which a sharding splits axis 0, for an array of unknown rank."""
     if isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return split_count(sharding, 1)
     for ndim in range(1, 9):
@@ -128,15 +128,16 @@ def row_split(sharding: Sharding) -> int:
             return split_count(sharding, ndim)
         except ValueError:
             continue
-    raise ConfigError(f"{sharding}: in how many pieces it cuts axis 0 cannot be told; use a NamedSharding")
+    raise ConfigError(f"{sharding} does not say into how many pieces it splits axis 0; use a NamedSharding")
 
 
 def row_slices(sharding: Sharding, rows: int, ndim: int = 1) -> tuple[RowSlice, ...]:
     """The distinct row ranges that the devices of this process hold, in order.
 
     Args:
-        sharding: of an array of `ndim` axes.
+        sharding: the sharding of an array of `ndim` axes.
         rows: global rows, a multiple of `split_count(sharding, ndim)`.
+        ndim: axes of the array.
     """
     shape = (rows, *(split_count(sharding, ndim, axis) for axis in range(1, ndim)))
     indices = _addressable(sharding, shape).values()
@@ -144,13 +145,13 @@ def row_slices(sharding: Sharding, rows: int, ndim: int = 1) -> tuple[RowSlice, 
 
 
 def process_data_shard(mesh: Mesh, spec: PartitionSpec) -> ProcessShard:
-    """Which part of the rows this process reads, for sources that are cut by index and count.
+    """The part of the rows that this process reads, for sources that are sharded by index and count.
 
-    It follows from the devices that hold each piece of axis 0, not from the number of processes: where an axis that does not cut
-    rows runs across processes, these read the same rows.
+    It follows from the devices that hold each piece of axis 0, not from the number of processes: processes that differ only along a
+    mesh axis that does not split rows read the same rows.
 
     Raises:
-        ConfigError: this process has no device in the mesh, or processes share a part of their rows.
+        ConfigError: this process has no device in the mesh, or the rows of two processes overlap only in part.
 
     Example:
         shard = ps.process_data_shard(ps.make_mesh({"data": -1}), P("data"))
@@ -165,7 +166,7 @@ def process_data_shard(mesh: Mesh, spec: PartitionSpec) -> ProcessShard:
 
 
 def process_shard(pieces: Mapping[int, frozenset[int]], process: int) -> ProcessShard:
-    """The share of one process, from the pieces of axis 0 that each process holds."""
+    """The shard of one process, computed from the pieces of axis 0 that each process holds."""
     if process not in pieces:
         raise ConfigError(f"process {process} has no device in the mesh; it cannot take part")
     shares = sorted({tuple(sorted(held)) for held in pieces.values()})
@@ -178,7 +179,7 @@ def process_shard(pieces: Mapping[int, frozenset[int]], process: int) -> Process
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """As one writes it: `P('data', None)`."""
+    """The spec as code: `P('data', None)`."""
     return f"P({', '.join(repr(entry) for entry in tuple(spec))})"
 
 
@@ -188,7 +189,7 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def sharding_text(sharding: Sharding) -> str:
-    """In a few words: `P('data') on the mesh {'data': 8}`, `device 3 (cpu)`."""
+    """A short description: `P('data') on the mesh {'data': 8}`, `device 3 (cpu)`."""
     if isinstance(sharding, NamedSharding):
         memory = "" if sharding.memory_kind in (None, "device") else f", {sharding.memory_kind}"
         return f"{spec_text(sharding.spec)} on the mesh {mesh_text(mesh_of(sharding))}{memory}"
@@ -199,17 +200,17 @@ def sharding_text(sharding: Sharding) -> str:
 
 
 def devices_of(sharding: OnDevices) -> list[Device]:
-    """The devices that hold a part, of all processes, by id."""
+    """The devices of a sharding, in all processes, sorted by id."""
     return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def is_on_cpu(sharding: OnDevices) -> bool:
-    """Whether the devices are those of the CPU backend."""
+    """Whether the devices belong to the CPU backend."""
     return next(iter(sharding.device_set)).platform == "cpu"
 
 
 def index_map(sharding: OnDevices, shape: tuple[int, ...]) -> Mapping[Device, Index]:
-    """The part of an array that each device holds."""
+    """The slice of an array that each device holds."""
     return sharding.devices_indices_map(shape)
 
 
@@ -221,7 +222,7 @@ def mesh_of(sharding: NamedSharding) -> Mesh:
     """The mesh of a NamedSharding.
 
     Raises:
-        ConfigError: it is an abstract one, without devices.
+        ConfigError: the mesh is abstract and has no devices.
     """
     mesh = sharding.mesh
     if not isinstance(mesh, Mesh):

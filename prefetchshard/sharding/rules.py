@@ -1,4 +1,4 @@
-"""What `sharding=` means: a rule for each place of a batch, worked out where the loader is made."""
+"""Resolves `sharding=`, when the loader is made, to a rule for each part of a batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FORMS = (
 
 
 class ShardingRules:
-    """`sharding=` as worked out where the loader was made, with the mesh and the default device in force there.
+    """`sharding=`, resolved when the loader was made, with the mesh and the default device in force at that time.
 
     Thread safety: any thread may call any method.
     """
@@ -63,16 +63,16 @@ class ShardingRules:
         self._is_default = is_default
         self._scope = scope
         self._tree = tree
-        self._one = prefix == LEAF
+        self._is_single = prefix == LEAF
         self._seen: tuple[tuple[TreeDef, ...], BatchTree] | None = None
 
     def flatten(self, batch: Any) -> tuple[list[Any], BatchTree]:
-        """The leaves of a batch and how it is put together. A part that stays on the host is one leaf, whatever it holds.
+        """The leaves of a batch and its tree. A part that stays on the host is one leaf, whatever it holds.
 
         Raises:
-            PlacementError: the tree of rules is no prefix of the batch; says where and how they differ.
+            PlacementError: the tree of rules is no prefix of the batch; the message says where and how they differ.
         """
-        if self._one and self._rules[0] is not HOST:
+        if self._is_single and self._rules[0] is not HOST:
             leaves, tree = _flatten(batch)
             trees = (tree,)
         else:
@@ -83,7 +83,7 @@ class ShardingRules:
         return leaves, seen[1]
 
     def flatten_arrays(self, batch: Any) -> BatchTree:
-        """How a tree of arrays is put together; each array in a part that stays on the host is a leaf too."""
+        """The tree of a batch of arrays; unlike in `flatten`, each array in a part that stays on the host is a leaf of its own."""
         trees = tuple([_flatten(part)[1] for part in self._places(batch)])
         return self._structure(batch, trees, opens_host=True)
 
@@ -120,7 +120,7 @@ class ShardingRules:
         return BatchTree(self._prefix, trees, paths=tuple(paths), named=tuple(named), rules=tuple(rules))
 
     def resolved(self, structure: BatchTree, shapes: Sequence[Shape], dtypes: Sequence[Any]) -> list[Placed]:
-        """The rule of each leaf, callables asked. Whether it fits is not looked at: a batch that is short need not."""
+        """The rule of each leaf, after calling callables. Does not check that it fits: a short batch need not."""
         rules = [self._rules[i] for i in structure.rules]
         return [
             _ask(rule, self._scope, path, shapes[n], dtypes[n]) if callable(rule) else rule
@@ -128,15 +128,15 @@ class ShardingRules:
         ]
 
     def shardings(self, structure: BatchTree, shapes: Sequence[Shape], dtypes: Sequence[Any]) -> list[Placed]:
-        """Where each leaf goes.
+        """The sharding of each leaf, or `HOST`.
 
         Args:
             structure: from `flatten`.
-            shapes: global shape of each leaf; for a leaf on the host anything.
-            dtypes: of each leaf, for callable rules.
+            shapes: global shape of each leaf; ignored for leaves that stay on the host.
+            dtypes: dtype of each leaf, passed to callable rules.
 
         Raises:
-            PlacementError: a leaf does not fit; names path, shape, spec, mesh and the way out.
+            PlacementError: a leaf does not fit; the message names path, shape, spec and mesh, and says what to change.
         """
         found = self.resolved(structure, shapes, dtypes)
         return [
@@ -145,21 +145,18 @@ class ShardingRules:
         ]
 
     def on_host(self, structure: BatchTree) -> tuple[bool, ...]:
-        """Whether each leaf stays on the host by a rule that is known without looking at it."""
+        """For each leaf, whether its rule is `HOST`. Callable rules, which need the leaf, count as False."""
         return tuple([self._rules[i] is HOST for i in structure.rules])
 
     def device(self) -> Device:
-        """One of the devices that the rules speak of; the default one where a callable decides."""
+        """A device that the rules name, one of this process if possible; the first local device if all rules are callables or `HOST`."""
         for rule in self._rules:
             if isinstance(rule, Sharding):
                 return next((d for d in devices_of(rule) if d.process_index == process_index()), devices_of(rule)[0])
         return local_devices()[0]
 
     def batch_split(self) -> int | None:
-        """In how many pieces the rules cut axis 0; None where a callable decides.
-
-        Where rules differ it is the least number of rows that all of them can cut.
-        """
+        """The number of pieces into which the rules split axis 0, or their least common multiple; None if a callable decides."""
         if any(callable(rule) for rule in self._rules):
             return None
         return math.lcm(*(row_split(rule) for rule in self._rules if isinstance(rule, Sharding)))
@@ -170,10 +167,10 @@ class ShardingRules:
 
 
 class _Scope(NamedTuple):
-    """What was in force where the loader was made, and where None and specs without a mesh of their own find theirs."""
+    """Supplies a mesh to rules that name none (None, bare specs): the one in force when the loader was made, or another rule's."""
 
     in_force: Mesh | None
-    beside: Sharding | None  # of the other rules of the tree
+    companion: Sharding | None  # of another rule in the tree
 
     def of_spec(self, spec: PartitionSpec) -> Sharding:
         mesh = self._mesh()
@@ -196,8 +193,8 @@ class _Scope(NamedTuple):
         return NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
 
     def replicated(self) -> Sharding:
-        if self.beside is not None:
-            return replicated_like(self.beside)
+        if self.companion is not None:
+            return replicated_like(self.companion)
         return NamedSharding(_mesh_over_all("data") if self.in_force is None else self.in_force, PartitionSpec())
 
     def default(self) -> Sharding:
@@ -209,11 +206,11 @@ class _Scope(NamedTuple):
         return NamedSharding(mesh, PartitionSpec(axes if len(axes) > 1 else axes[0]))
 
     def _mesh(self) -> Mesh | None:
-        if self.in_force is None and isinstance(self.beside, NamedSharding):
-            return mesh_of(self.beside)
+        if self.in_force is None and isinstance(self.companion, NamedSharding):
+            return mesh_of(self.companion)
         return self.in_force
 
-    def work_out(self, rule: Any) -> Rule:
+    def resolve(self, rule: Any) -> Rule:
         if rule is None:
             return self.replicated()
         if isinstance(rule, Mesh):
@@ -229,10 +226,10 @@ class _Scope(NamedTuple):
 
 
 def resolve(sharding: Any) -> ShardingRules:
-    """Work out `sharding=`, see `Loader`, with the mesh and the default device in force in this thread.
+    """Resolve `sharding=` (see `Loader`) with the mesh and the default device in force in this thread.
 
     Raises:
-        ConfigError: it is none of the forms, or cannot work with any batch; names the place in the tree.
+        ConfigError: it has none of the allowed forms, or fits no batch; the message names the path in the tree.
     """
     in_force = mesh_in_force()
     if sharding is None:
@@ -242,26 +239,26 @@ def resolve(sharding: Any) -> ShardingRules:
     if not found:
         raise ConfigError(f"sharding={sharding!r} holds no rule: pass {FORMS}")
     alone = _Scope(in_force, None)
-    fixed = [_work_out_at(alone, keys, rule) for keys, rule in found if not _is_open(rule)]
+    fixed = [_resolve_at(alone, keys, rule) for keys, rule in found if not _is_open(rule)]
     scope = _Scope(in_force, companion_sharding(fixed, alone, [rule for _, rule in found]))
-    rules = [_work_out_at(scope, keys, rule) for keys, rule in found]
+    rules = [_resolve_at(scope, keys, rule) for keys, rule in found]
     return ShardingRules(prefix, rules, keys=[keys for keys, _ in found], is_default=False, scope=scope, tree=sharding)
 
 
-def _work_out_at(scope: _Scope, keys: tuple[Any, ...], rule: Any) -> Rule:
+def _resolve_at(scope: _Scope, keys: tuple[Any, ...], rule: Any) -> Rule:
     try:
-        return scope.work_out(rule)
+        return scope.resolve(rule)
     except ConfigError as error:
         raise ConfigError(f"sharding{f' at {path_text(keys)!r}' if keys else ''}: {error}") from None
 
 
 def _is_open(rule: Any) -> bool:
-    """Whether a rule says nothing about devices by itself."""
+    """Whether a rule names no devices, so that it needs a mesh from elsewhere."""
     return rule is None or isinstance(rule, PartitionSpec)
 
 
 def companion_sharding(fixed: Sequence[Rule], alone: _Scope, rules: list[Any]) -> Sharding | None:
-    """Where the open rules of a tree find their devices: with the others."""
+    """The sharding from which the open rules of a tree take their devices: that of a rule which names devices."""
     placed = sorted((rule for rule in fixed if isinstance(rule, Sharding)), key=lambda rule: not isinstance(rule, NamedSharding))
     asked = any(rule is None or (alone.in_force is None and _is_open(rule)) for rule in rules)
     if asked and any(devices_of(rule) != devices_of(placed[0]) for rule in placed):
@@ -296,7 +293,7 @@ def _flatten(part: Any) -> tuple[list[Any], TreeDef]:
 
 
 def _unsortable(part: Any) -> str | None:
-    """What is wrong with a dict in it whose keys have no order."""
+    """An error text for the first dict in `part` whose keys cannot be sorted; None if there is none."""
     if isinstance(part, dict):
         try:
             sorted(part)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -308,7 +305,7 @@ def _unsortable(part: Any) -> str | None:
 
 def _ask(rule: Any, scope: _Scope, path: str, shape: Shape, dtype: Any) -> Placed:
     try:
-        answer = scope.work_out(rule(path, shape, dtype))
+        answer = scope.resolve(rule(path, shape, dtype))
     except ConfigError as error:
         raise PlacementError(f"leaf {path or '(the batch itself)'}: the sharding callable gave what cannot be used: {error}") from error
     if isinstance(answer, Sharding) or answer is HOST:

@@ -1,10 +1,10 @@
-"""What may be a source, and how it is recognised: the first rule that matches.
+"""The kinds of sources, and how each is recognised. The first rule that matches decides:
 
-1. arrays: a NumPy array, or a mapping, tuple or registered container of them; with `ps.OnDevice` around it, it stays on the devices;
+1. arrays: a NumPy array, or a mapping, tuple or registered container of them; wrapped in `ps.OnDevice`, they stay on the devices;
 2. dataset: `__len__` and `__getitem__`;
-3. iterable or iterator: `__iter__`, `__next__`; those that tell their own state (see `stateful`) are gone on with by it;
-4. async iterable: `__aiter__`, or what `ps.from_this_loop` returns;
-5. factory: a callable that returns any of these, called once an epoch.
+3. iterable or iterator: `__iter__`, `__next__`; one that can save and restore its state (see `stateful`) resumes from it;
+4. async iterable: `__aiter__`, or the result of `ps.from_this_loop`;
+5. factory: a callable that returns any of these, called once per epoch.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Source: TypeAlias = Arrays | Dataset | Stream
 
 
 def recognise(source: Any, *, batched: bool) -> Source:
-    """Which kind of source it is.
+    """The source wrapped as its kind.
 
     Args:
-        source: what the user gave.
-        batched: whether a batch size was given, so that items are examples.
+        source: what the user passed.
+        batched: whether there is a batch size, so that items are examples.
 
     Raises:
-        ConfigError: none of the kinds, or one that cannot be read as asked; the text says the way out.
+        ConfigError: it is none of the kinds, or cannot be read with these settings; the message says what to change.
     """
     if isinstance(source, (str, bytes, bytearray)):
         raise ConfigError(f"a {type(source).__qualname__} is not a source of batches; open the file and yield its examples")
     if source is None:
         raise ConfigError("the source is None")
-    if isinstance(source, type):  # has the methods of its instances, and is a function that makes them
+    if isinstance(source, type):  # a factory, although it has the methods of its instances as attributes
         return FactoryStream(source, lambda made: _stream_of_epoch(made, batched))
     arrays = source.source if isinstance(source, OnDevice) else find_arrays(source)
     if arrays is not None:
@@ -73,7 +73,7 @@ def _stream(source: Any, batched: bool) -> Stream:
 
 
 def _stream_of_epoch(made: Any, batched: bool) -> Stream:
-    """What a factory returned for one epoch, read in order by one thread whatever it is."""
+    """The stream of one epoch from what a factory returned; arrays and datasets too are then read in order by one thread."""
     if callable(made) and not any(hasattr(made, name) for name in ("__iter__", "__getitem__", "__aiter__")):
         raise ConfigError(f"the factory returned something callable ({type(made).__qualname__}), not a source")
     if isinstance(made, OnDevice):
@@ -91,13 +91,13 @@ def _in_order(source: Arrays | Dataset) -> Iterator[Any]:
     for row in range(source.length):
         try:
             item = source.read(row)
-        except StopIteration as error:  # in a generator Python would make another error of it
+        except StopIteration as error:  # raised in a generator, Python would turn it into a RuntimeError
             raise safe_to_raise(error, "the dataset") from error
         yield item
 
 
 def _refuse_columns(source: Any) -> None:
-    """Tables and the like have a length and are asked by name: their items are not rows."""
+    """Refuse tables: they have a length and `__getitem__`, but `source[key]` is a column, not a row."""
     if hasattr(source, "keys") and not hasattr(source, "__getitems__"):
         raise ConfigError(
             f"the source, a {type(source).__module__}.{type(source).__qualname__}, is asked by key, not by row: pass its columns as NumPy "
@@ -106,12 +106,12 @@ def _refuse_columns(source: Any) -> None:
 
 
 def _is_torch_iterable(source: Any) -> bool:
-    """torch gives each of its datasets a `__getitem__`, also those that can only be iterated."""
+    """torch gives all its datasets a `__getitem__`, even those that can only be iterated."""
     return any(kind.__name__ == "IterableDataset" and kind.__module__.startswith("torch.") for kind in type(source).__mro__)
 
 
 def _warn_of_fork(source: Any) -> None:
-    """A torch DataLoader whose workers are forked from a process in which JAX runs may hang (JAX's threads hold locks)."""
+    """Warn of a torch DataLoader that forks its workers: JAX's threads hold locks, so a forked child may hang."""
     if not type(source).__module__.startswith("torch") or not getattr(source, "num_workers", 0) or not sys.platform.startswith("linux"):
         return
     context = getattr(source, "multiprocessing_context", None)

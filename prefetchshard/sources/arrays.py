@@ -1,4 +1,4 @@
-"""Arrays in host memory or in files: rows are gathered straight into the staging slot."""
+"""Arrays in host memory or in memory-mapped files; rows are gathered straight into the staging slot."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from prefetchshard.sharding.batch_tree import path_text
 Rows = slice | AnyArray
 
 ROW_LOOP_BYTES = 1 << 14
-"""From this size of a row on, copying row by row costs less than the copy that fancy indexing makes first."""
+"""Rows of at least this size are copied one by one: that costs less than the temporary copy that fancy indexing makes."""
 
 
 class Arrays:
-    """A tree of arrays of one leading size.
+    """A tree of arrays with a common leading size.
 
     Attributes:
-        is_numbered: its rows are found by number.
-        is_memory: they lie in arrays, from which they go straight into batches.
-        stays_on_devices: these arrays are on the devices.
-        shares_items: its items stay what they are; others may be made in a buffer that is used again.
-        one_shot: it can be read once.
-        home: the event loop that it is pulled in, where it is bound to one.
-        length: rows.
+        is_numbered: rows are read by number.
+        is_memory: rows lie in arrays and are copied straight into batches.
+        stays_on_devices: the arrays are on the devices.
+        shares_items: the source never overwrites an item that it returned. False: items may be in a buffer that it reuses.
+        one_shot: it can be read only once.
+        home: the event loop to which the source is bound, if any.
+        length: number of rows.
         leaves: the arrays, in the order of the tree's leaves.
     """
 
@@ -52,11 +52,11 @@ class Arrays:
         self._treedef = tree_structure(tree)
 
     def unflatten(self, leaves: list[Any]) -> Any:
-        """A tree like the source's over other leaves."""
+        """A tree of the source's structure with new leaves."""
         return self._treedef.unflatten(leaves)
 
     def read(self, row: int) -> Any:
-        """An example of its own: what a transform does to it never reaches the source."""
+        """A copy of one example, so that a transform that changes it in place does not change the source."""
         return self.unflatten([private_copy(leaf[row]) for leaf in self.leaves])
 
     def gathered(self, rows: Rows) -> Any:
@@ -67,9 +67,9 @@ class Arrays:
 
 
 def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: Narrow, first_row: int) -> None:
-    """Copy rows of `source` `(length, *example)` into `view` `(rows, *example)`, in one pass wherever NumPy allows it.
+    """Copy rows of `source` `(length, *example)` into `view` `(rows, *example)`, in one pass if NumPy can.
 
-    `np.take(..., out=)` copies the whole source first where that is not contiguous, and buffers its output unless `mode="clip"`.
+    `np.take(..., out=)` first copies the whole source if it is not contiguous, and buffers its output unless `mode="clip"`.
     """
     if isinstance(rows, slice):
         store(view, source[rows], path=path, policy=policy, row=first_row)
@@ -85,10 +85,10 @@ def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: N
 
 
 def find_arrays(source: Any) -> Arrays | None:
-    """The source as arrays, or None where it is something else.
+    """The source as `Arrays`; None if it is another kind.
 
     Raises:
-        ConfigError: it looks like arrays and cannot be used as such; the text says the way out.
+        ConfigError: it looks like arrays, but cannot be used as such; the message says what to change.
     """
     if isinstance(source, jax.Array):
         raise ConfigError(
@@ -117,7 +117,7 @@ def _is_list_below(source: Any, node: Any) -> bool:
 
 
 def _is_container(source: Any) -> bool:
-    """A mapping, a tuple, or a container that JAX knows; a mapping that JAX does not know is turned away by name."""
+    """Whether it is a tuple, a container known to JAX, or any mapping: for one unknown to JAX, `_refuse` names its type."""
     if isinstance(source, (Mapping, tuple)):
         return True
     return not hasattr(source, "__next__") and not jax.tree_util.all_leaves([source]) and source is not None

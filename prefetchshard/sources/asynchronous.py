@@ -1,4 +1,4 @@
-"""Async iterables: pulled in an event loop of their own, or in the loop that their queues and streams are bound to."""
+"""Async iterables: pulled in an event loop of their own, or in the event loop to which their queues and streams are bound."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from prefetchshard.sources.stateful import refuse_snapshot
 
 LOOP_THREAD = "prefetchshard-loop"
 CLOSE_SECONDS = 0.8
-"""How long the clean-up of an async source may take."""
+"""Time limit for the clean-up of an async source."""
 HOME_SECONDS = 0.2
-"""How long closing waits for it in the caller's own loop, which may be the one that waits."""
+"""How long closing waits for the clean-up in the caller's event loop. Short, as that loop may be the one that is blocked by the wait."""
 
 
 class OwnLoop:
-    """An event loop in a thread of its own, for async sources that are bound to none: one for all epochs of a run.
+    """An event loop in its own thread, for async sources that are bound to no loop; it serves all epochs of a run.
 
     Args:
-        threads: the loop's thread is added to these.
+        threads: list to which the loop's thread is added.
 
-    Thread safety: all methods are called by the source's thread.
+    Thread safety: call all methods from the source's thread.
     """
 
     def __init__(self, threads: list[threading.Thread]) -> None:
@@ -44,7 +44,7 @@ class OwnLoop:
         self._running = Waiters()
 
     def home(self) -> HomeLoop:
-        """The loop, started where it was not yet.
+        """The loop; the first call starts it.
 
         Raises:
             SourceError: it could not be started.
@@ -63,7 +63,7 @@ class OwnLoop:
         try:
             with context.in_force():
                 anyio.run(self._main, backend="asyncio")
-        except BaseException as error:  # noqa: BLE001 - a thread has no caller; who waits for an item is told by the pump
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller; the pump reports to the thread that waits for an item
             self._failure = error
             self._running.wake()
 
@@ -74,17 +74,17 @@ class OwnLoop:
         await self._stopping.wait()
 
     def close(self) -> None:
-        """End the loop, and whatever tasks the source left in it."""
+        """Stop the loop, and cancel the tasks that the source left in it."""
         if self._thread is not None and self._home is not None and self._stopping is not None:
             self._home.call_soon(self._stopping.set)
             self._thread.join()
 
 
 class _Pump:
-    """Pulls an async iterator, one item a request, always in the same task.
+    """Pulls an async iterator, one item per request, always in the same task.
 
-    One task, because cancel scopes and task groups inside an async generator belong to the task that entered them. While it waits for
-    a request the loop runs, so what the source does in the background goes on.
+    One task, because cancel scopes and task groups inside an async generator belong to the task that entered them. The event loop keeps
+    running between requests, so the source's background tasks do too.
     """
 
     def __init__(self, iterable: Any) -> None:
@@ -112,10 +112,10 @@ class _Pump:
             with anyio.CancelScope() as self._scope:
                 if not self._stopped:
                     await self._serve()
-        except BaseException as error:  # in a loop that is not ours it may not end more than this task
+        except BaseException as error:  # in the caller's loop an error must not reach beyond this task
             is_cancelled = _is_cancelled(error)
             if is_cancelled and self._stopped and self._task is not None:
-                return  # by `stop`
+                return  # `stop` cancelled it
             self._reply(None, error)
             if is_cancelled:
                 raise
@@ -133,7 +133,7 @@ class _Pump:
                 if item is END and error is None:
                     break
                 self._reply(item, error)
-                del item, error  # while the next one is waited for, whoever took it has it alone
+                del item, error  # keep no reference while waiting: the consumer may check that it holds the only one
         finally:
             await self._close_iterator()
         if not self._stopped:
@@ -147,7 +147,7 @@ class _Pump:
         except StopAsyncIteration:
             return END, None
         except BaseException as error:
-            # GeneratorExit may be the end of this very coroutine, which then may wait for nothing any more.
+            # GeneratorExit may come from closing this coroutine itself, which then must not await anything.
             if isinstance(error, GeneratorExit) or _is_cancelled(error):
                 raise
             return None, error
@@ -182,19 +182,19 @@ class _Pump:
             self._wanted.set()
 
     def stop(self) -> None:
-        """End the task. In the loop."""
+        """Cancel the task. Call it in the loop."""
         if self._stopped:
             return
         self._stopped = True
         scope = self._scope
-        if scope is None or self._is_closing:  # `run` looks whether it is to begin at all; a clean-up has its own bound
+        if scope is None or self._is_closing:  # `run` checks `_stopped` before it starts; the clean-up has its own time limit
             return
         self._deadline = time.monotonic() + CLOSE_SECONDS
         if self._task is None:
             scope.cancel()
             return
-        # Once, as asyncio does it: a scope would cancel everything that the source awaits in its clean-up, too. So shields of anyio do
-        # not hold, as under `asyncio.run` they do not.
+        # Cancel once, as asyncio does: a cancel scope would also cancel every await in the source's clean-up. The price is that anyio's
+        # shields have no effect, just as under `asyncio.run`.
         self._task.cancel()
         self._timer = sys.modules["asyncio"].get_running_loop().call_later(CLOSE_SECONDS, scope.cancel)
 
@@ -230,11 +230,11 @@ def _opened(iterable: Any) -> Any:
     try:
         return aiter(iterable)
     except StopAsyncIteration as error:
-        raise SourceError("the async source raised StopAsyncIteration where it was to be iterated") from error
+        raise SourceError("the async source raised StopAsyncIteration from __aiter__") from error
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether the task is being cancelled in earnest; an error of that kind that the source raised by itself is its failure."""
+    """Whether this task is really being cancelled. A cancellation error that the source raised by itself is an ordinary failure."""
     if not isinstance(error, anyio.get_cancelled_exc_class()):
         return False
     if anyio.current_effective_deadline() == -math.inf:
@@ -247,11 +247,11 @@ def _is_cancelled(error: BaseException) -> bool:
 
 
 class OpenAsyncIterator:
-    """The items of an async iterable, pulled from a thread.
+    """An iteration over an async iterable, pulled from a thread.
 
     Args:
         iterable: has `__aiter__`.
-        home: the loop it is pulled in.
+        home: the event loop that pulls it.
         patience_seconds: how long `close` waits for the source's clean-up; None: until it is done.
     """
 
@@ -287,7 +287,7 @@ class OpenAsyncIterator:
 
 
 class AsyncStream(PulledSource):
-    """Something with `__aiter__`; one-shot where it has `__anext__`."""
+    """A stream over an object with `__aiter__`; one-shot if it has `__anext__` too."""
 
     kind = "async iterator"
 
@@ -310,23 +310,23 @@ class AsyncStream(PulledSource):
 
 
 class FromThisLoop:
-    """An async iterable, bound to the event loop in which this was made; see `from_this_loop`."""
+    """An async iterable bound to the running event loop; see `from_this_loop`."""
 
     def __init__(self, iterable: Any) -> None:
         if not hasattr(iterable, "__aiter__"):
             raise ConfigError(f"ps.from_this_loop takes an async iterable, not {type(iterable).__qualname__}")
         try:
             self.home = HomeLoop()
-        except Exception as error:  # which one depends on the async library
+        except Exception as error:  # its type depends on the async library
             raise ConfigError("ps.from_this_loop must be called in a running event loop, the one that the source is bound to") from error
         self.iterable = iterable
 
 
 def from_this_loop(iterable: Any) -> FromThisLoop:
-    """An async iterable that is pulled in the event loop where this is called, for queues and streams that are bound to that loop.
+    """Mark an async iterable to be pulled in the event loop that calls this, for queues and streams bound to that loop.
 
-    Consume the loader with `async for` (or in another thread): a `for` in this loop's own thread would block the loop that has to
-    produce, and raises.
+    Consume the loader with `async for`, or in another thread. A plain `for` in the loop's own thread would block the loop that produces
+    the items, so it raises.
 
     Args:
         iterable: has `__aiter__`.

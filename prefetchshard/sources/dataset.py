@@ -1,4 +1,4 @@
-"""Datasets with random access: `__len__` and `__getitem__`, asked by several threads at once."""
+"""Datasets with random access: `__len__` and `__getitem__`, called by several threads at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from prefetchshard.base.errors import SourceError
 
 
 class Dataset:
-    """Rows asked by number.
+    """A dataset, read by row number.
 
     Attributes:
-        length: `len(dataset)` where the loader was made.
+        length: `len(dataset)` when the loader was made.
         reads_many: the dataset has `__getitems__`.
-        shares_items: its items stay what they are; other datasets may make them in a buffer that they use again.
+        shares_items: the dataset never overwrites an item that it returned. False: items may be in a buffer that it reuses.
     """
 
     kind = "dataset"
@@ -38,10 +38,10 @@ class Dataset:
         return self.dataset[row]
 
     def read_many(self, rows: list[int]) -> list[Any]:
-        """The examples at these rows, in this order; asked at once of `__getitems__`.
+        """The examples at these rows, in this order, from one call of `__getitems__`.
 
         Raises:
-            SourceError: it returned another number of examples.
+            SourceError: `__getitems__` returned a different number of examples.
         """
         assert self._many is not None
         given: Any = self._many(rows)

@@ -1,4 +1,4 @@
-"""Arrays that stay on the devices: what the user hands in, and the source that it is."""
+"""Arrays that stay on the devices: the public wrapper `OnDevice`, and its source."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sources.arrays import Arrays, find_arrays, name_of_type
 
 MOST_ROWS = 2**31 - 1
-"""Rows are found on the devices by 32-bit numbers."""
+"""The devices index rows with 32-bit numbers."""
 
 
 class OnDevice:
     """Arrays that fit into the memory of the devices, as a source: `ps.Loader(ps.OnDevice({"x": x, "y": y}), batch_size=...)`.
 
-    They are put on the devices once, where the first run of the loader begins; from then on the host sends the numbers of each step's
-    rows, and the rows are gathered there. Order, values, remainder, mask, positions and states are those of the same arrays in host
-    memory. The loader keeps the arrays between its runs, and lets go of them when it is dropped itself.
+    They are put on the devices once, when the first run of the loader begins. From then on the host sends only the row numbers of each
+    step, and the devices gather the rows. Order, values, remainder, mask, positions and states are the same as for arrays in host
+    memory. The loader keeps the arrays between its runs; they are freed when the loader is garbage-collected.
 
     Args:
-        arrays: a NumPy array or a jax.Array, or a mapping, tuple or registered container of them, of one leading size. A jax.Array that
-            lies where it is to lie is used as it is, and must not be donated or deleted while the loader lives.
-        sharding: where the arrays lie; None: whole, on each of the devices that the loader's batches go to. Else a `PartitionSpec` (with
-            the mesh of the loader's sharding), a `NamedSharding` of that mesh, or a pytree prefix of these. Rows that are split take a
-            part of the memory on each device, and every step moves rows between the devices; its gather is dispatched by the thread
-            that takes the batch.
+        arrays: a NumPy array or a jax.Array, or a mapping, tuple or registered container of them, with a common leading size. A
+            jax.Array that already has the right sharding is used without a copy; do not donate or delete it while the loader lives.
+        sharding: the sharding of the arrays. None: replicated over the devices of the loader's batches. Else a `PartitionSpec` (with
+            the mesh of the loader's sharding), a `NamedSharding` of that mesh, or a pytree prefix of these. If it splits rows, each
+            device holds only its part, and every step moves rows between devices; the thread that takes the batch then dispatches
+            the gather.
 
     Raises:
-        ConfigError: not arrays of one leading size, or some that no device can hold.
+        ConfigError: the arrays differ in leading size, or no device can hold one of them.
 
     Example:
         arrays = ps.OnDevice({"x": np.zeros((64, 3), np.float32)})
@@ -50,11 +50,11 @@ class OnDevice:
 
 
 class DeviceArrays(Arrays):
-    """`OnDevice` as a kind of arrays.
+    """The source behind `OnDevice`.
 
     Attributes:
-        given: the arrays as the user gave them; `leaves` stands for them where only shapes and dtypes matter.
-        sharding: the user's, of the arrays.
+        given: the user's arrays. `leaves` has arrays of the same shapes and dtypes, without memory of their own for a jax.Array.
+        sharding: the user's sharding of the arrays.
     """
 
     kind = "device arrays"
@@ -82,7 +82,7 @@ class DeviceArrays(Arrays):
 
 
 def _as_numpy(leaf: Any) -> AnyArray:
-    """An array of its shape and dtype, for a jax.Array in no memory of its own."""
+    """A NumPy array of this shape and dtype: for a jax.Array a broadcast zero, which takes no memory."""
     if not isinstance(leaf, jax.Array):
         return leaf
     dtype: Any = leaf.dtype

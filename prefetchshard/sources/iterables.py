@@ -1,4 +1,4 @@
-"""Iterables, iterators, generators and factories: one thread pulls."""
+"""Iterables, iterators, generators and factories: sources that one thread pulls item by item."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ EndType: TypeAlias = Literal[_End.END]
 
 
 class OpenSource(Protocol):
-    """The items of one epoch. `pull` and `close` are called by the source's thread."""
+    """An iteration over one epoch. The source's thread calls `pull` and `close`."""
 
     def pull(self) -> Any | EndType:
         """The next item, or END."""
         ...
 
     def interrupt(self) -> None:
-        """Called from any thread once nothing more is wanted: makes a blocked `pull` return where that can be. Never blocks."""
+        """Cancel: make a blocked `pull` return if possible. Never blocks; any thread may call it."""
         ...
 
     def close(self) -> None:
-        """Let go of the source."""
+        """Release the source."""
         ...
 
     @property
@@ -45,19 +45,19 @@ class OpenSource(Protocol):
 
     @property
     def access(self) -> StateAccess | None:
-        """How the source tells and takes its own state; None where it cannot."""
+        """Saves and restores the source's own state; None if it has none."""
         ...
 
 
 class Stream(Protocol):
-    """A source that is pulled.
+    """A source that is pulled item by item.
 
     Attributes:
-        kind: the word for it in states and errors.
-        one_shot: it can be read once.
-        is_numbered, is_memory, stays_on_devices, shares_items: as `Arrays` says them; none is so of what is pulled.
-        home: the event loop that it is pulled in, where it is bound to one.
-        length: items of an epoch, where known.
+        kind: its name in reports and errors.
+        one_shot: it can be read only once.
+        is_numbered, is_memory, stays_on_devices, shares_items: as in `Arrays`; False for every stream.
+        home: the event loop to which the source is bound, if any.
+        length: items per epoch, if known.
     """
 
     kind: str
@@ -74,25 +74,25 @@ class Stream(Protocol):
     def length(self) -> int | None: ...
 
     def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> OpenSource:
-        """The items of an epoch. Called by the source's thread.
+        """Begin to iterate over an epoch. The source's thread calls this.
 
         Args:
             epoch: its number.
             loop: the run's `OwnLoop`, for async sources.
-            snapshot: the source's own state, to go on from there in that epoch.
+            snapshot: a state of the source, taken in that epoch, to resume from.
 
         Raises:
-            StateError: the source takes no state.
+            StateError: `snapshot` is given, and the source cannot restore a state.
         """
         ...
 
 
 class OpenIterator:
-    """The items of an iterator.
+    """An iteration over an iterator.
 
     Attributes:
-        again: the source gave this very iterator the last time too. If it has nothing more, the data would end early, and quietly.
-        access: how it, or what it was made from, tells its own state; None where it cannot.
+        again: the source returned this same iterator the last time. If it is exhausted now, that is an error, not an empty epoch.
+        access: saves and restores the state of the iterator or of its iterable; None if neither has one.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class OpenIterator:
         self._on_close = on_close
         self._iterator = iterator
         self._next = iterator.__next__
-        self._ours = ours  # opened by us, or given to us to be used up: ours to close
+        self._ours = ours  # we opened it, or the user passed it to be consumed: we close it
 
     def pull(self) -> Any | EndType:
         try:
@@ -117,8 +117,8 @@ class OpenIterator:
         except StopIteration:
             if self.again:
                 raise UsedUpError(
-                    f"the source gave the same {type(self._iterator).__qualname__} as the last time, which is exhausted: it has to make a "
-                    f"new iterator each time that it is asked for one"
+                    f"the source returned the same {type(self._iterator).__qualname__} as the last time, which is exhausted: its __iter__ or "
+                    f"factory must make a new iterator each time"
                 ) from None
             return END
         self.again = False
@@ -129,7 +129,7 @@ class OpenIterator:
 
     @property
     def closable_from_outside(self) -> bool:
-        """A generator refuses while it runs, and its clean-up belongs into its own thread."""
+        """Not for a generator: it cannot be closed while it runs, and its clean-up must run in its own thread."""
         return self._ours and not isinstance(self._iterator, types.GeneratorType) and callable(getattr(self._iterator, "close", None))
 
     def close(self) -> None:
@@ -142,13 +142,13 @@ class OpenIterator:
 
 
 class _Last:
-    """The iterator that a source gave last; not kept alive where that can be."""
+    """Remembers the last iterator of a source, by weak reference if its type allows one."""
 
     def __init__(self) -> None:
         self._get: Callable[[], Any] = lambda: None
 
     def is_again(self, iterator: Any) -> bool:
-        """Whether it is this one. From now on it is."""
+        """Whether this iterator was the last one. Remembers it."""
         again = self._get() is iterator
         try:
             self._get = weakref.ref(iterator)
@@ -158,7 +158,7 @@ class _Last:
 
 
 class PulledSource:
-    """What is so of every source that is pulled."""
+    """The attributes that all streams share."""
 
     is_numbered: Literal[False] = False
     is_memory: Literal[False] = False
@@ -168,14 +168,14 @@ class PulledSource:
 
 
 class IterableStream(PulledSource):
-    """Something with `__iter__` (opened once an epoch) or `__next__` (one-shot), which may tell its own state."""
+    """A stream over an object with `__iter__` (called once per epoch) or `__next__` (one-shot), with or without a state of its own."""
 
     def __init__(self, iterable: Any) -> None:
         self.kind = "iterator" if find_state_access(iterable) is None else "stateful iterator"
         self.one_shot = hasattr(iterable, "__next__")
         self._iterable = iterable
         self._last = _Last()
-        self._accesses: list[StateAccess] = []  # of the iterators that are being read; `append` and `remove` need no lock
+        self._accesses: list[StateAccess] = []  # of all open iterators; `append` and `remove` are atomic
 
     @property
     def length(self) -> int | None:
@@ -191,7 +191,7 @@ class IterableStream(PulledSource):
                 for one in tuple(self._accesses):
                     one.distrust()
         if access is not None and snapshot is not None:
-            iterator = access.restore(snapshot)  # before the iterator is made: that is when such sources look at it
+            iterator = access.restore(snapshot)  # before `iter`: such sources read the restored state when they make an iterator
         if iterator is None:
             iterator = self._iterable if self.one_shot else iter(self._iterable)
         on_close = None if access is None else functools.partial(self._accesses.remove, access)
@@ -205,7 +205,7 @@ class IterableStream(PulledSource):
 
 
 class FactoryStream(PulledSource):
-    """A callable that returns a new source for each epoch."""
+    """A stream over a callable that returns a new source for each epoch."""
 
     kind = "factory"
     one_shot = False
@@ -230,7 +230,7 @@ class FactoryStream(PulledSource):
 
 
 def length_of(source: Any) -> int | None:
-    """`len(source)` where it has one that works."""
+    """`len(source)`; None if it has none, or one that raises."""
     try:
         return len(source)
     except (TypeError, NotImplementedError, AttributeError):
@@ -238,7 +238,7 @@ def length_of(source: Any) -> int | None:
 
 
 def set_epoch(source: Any, epoch: int) -> None:
-    """Tell a source that wants to know which epoch comes (torch samplers, HF datasets)."""
+    """Call `source.set_epoch(epoch)` if there is such a method, as torch samplers and HF datasets have."""
     tell = getattr(source, "set_epoch", None)
     if callable(tell):
         tell(epoch)

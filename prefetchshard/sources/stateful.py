@@ -1,4 +1,4 @@
-"""Sources that save and restore their own state: grain iterators, torchdata, datasets of Hugging Face, and the like."""
+"""Sources that save and restore their own state: grain iterators, torchdata, Hugging Face datasets, and others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 class StateAccess:
-    """The two methods by which a source saves and restores its state. Called by the thread that reads the source, between two items.
+    """Saves and restores the state of a source. The thread that reads the source calls it between two items.
 
     Args:
-        get: returns the state, which the source may go on changing.
-        put: takes such a state.
-        owner: whose methods they are.
-        reader: what is read once the state is in place; None: the source as always.
+        get: returns the state; the source may change the returned object later.
+        put: restores a state.
+        owner: name of the source's method, for error messages.
+        reader: the iterator to read after a restore; None: the source itself, as without a restore.
     """
 
     __slots__ = ("_get", "_lock", "_owner", "_put", "_reader", "_spoilt")
@@ -29,39 +29,39 @@ class StateAccess:
         self._put = put
         self._owner = owner
         self._reader = reader
-        self._lock = threading.Lock()  # guards _spoilt: no other iterator is made while a snapshot is taken
+        self._lock = threading.Lock()  # guards _spoilt: `distrust` waits for a snapshot in progress, so no iterator is made meanwhile
         self._spoilt = False
 
     def distrust(self) -> None:
-        """Take no more snapshots: another iterator of the same source is about to be made, and the state may then be that of either."""
+        """Take no more snapshots: a second iterator over the source is about to be made, and the state could then belong to either."""
         with self._lock:
             self._spoilt = True
 
     def snapshot(self) -> bytes | None:
-        """The state as it is now, packed; None where it may be that of another iterator.
+        """The current state, packed; None if it could belong to another iterator.
 
         Raises:
-            StateError: something in it cannot be kept; the text says where it sits.
+            StateError: a value in it cannot be packed; the message gives its path.
         """
         try:
             with self._lock:
                 return None if self._spoilt else pack_snapshot(self._get())
         except StateError as error:
             raise StateError(
-                f"{error} (from {self._owner}). With snapshot_every=None the loader does without the source's state, and goes on by reading again"
+                f"{error} (from {self._owner}). With snapshot_every=None the loader ignores the source's state, and resumes by reading again"
             ) from None
 
     def restore(self, snapshot: bytes) -> Any:
-        """Put the source where it was when the snapshot was taken. Returns the iterator to go on with; None: the one of the source."""
+        """Restore the source to a snapshot. Returns the iterator to continue with; None: make or use the source's iterator as usual."""
         self._put(unpack_snapshot(snapshot))
         return self._reader
 
 
 def find_state_access(source: Any) -> StateAccess | None:
-    """The two methods, where the source has both of the two."""
+    """Access to the state of a source that has methods for both saving and restoring; else None."""
     node: Any = source if _is_node(source) else getattr(source, "root", None)
     if _is_node(node):
-        # A torchdata.nodes.Loader begins anew when it is put where its data ended; the node inside it stays at the end, as it must here.
+        # A torchdata.nodes.Loader restored to the end of its data starts over; the node inside it stays at the end, as it must here.
         return StateAccess(node.state_dict, node.reset, f"{type(source).__qualname__}.state_dict", node)
     for get_name, put_name in _PAIRS:
         get, put = getattr(source, get_name, None), getattr(source, put_name, None)
@@ -71,12 +71,12 @@ def find_state_access(source: Any) -> StateAccess | None:
 
 
 def _is_node(source: Any) -> bool:
-    """Whether it is a node of torchdata, which takes its state with `reset`."""
+    """Whether it is a torchdata node, which restores its state with `reset`."""
     return all(callable(getattr(source, name, None)) for name in ("__next__", "get_state", "next", "reset", "state_dict"))
 
 
 def refuse_snapshot(source: Any) -> StateError:
-    """The error where a state holds a source's own state, and this source takes none."""
+    """The error for a state that holds a source's own state, and a source that cannot restore one."""
     return StateError(
         f"the state holds the source's own state, and a source of type {type(source).__qualname__} takes none: it has neither set_state nor "
         f"load_state_dict"

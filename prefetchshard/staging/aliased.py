@@ -1,8 +1,8 @@
-"""The staging ring: host memory that the workers write and the devices read, made once and used again.
+"""The staging ring: host memory that the workers write and the devices read, allocated once and reused.
 
-On the CPU backend JAX aliases aligned NumPy memory for as long as any array over it lives (its copies are made after the call
-returned), so memory is given away with the batch. It comes back when the last reference has died: a weak reference to the buffer
-under the array says so. On accelerators a slot may be written again as soon as the transfer out of it is ready.
+The CPU backend of JAX aliases aligned NumPy memory for as long as any array over it lives, and copies other memory only after the call
+has returned. So a batch keeps its staging memory until its last reference dies; a weak reference to the buffer under the array
+detects that, and the memory returns to the ring. On accelerators a slot is reusable as soon as the transfer out of it is done.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ import numpy as np
 from prefetchshard.base.memory import AnyArray, Memory
 
 ALIGNMENT = 64
-"""Bytes: JAX aliases (CPU) memory that begins at a multiple of this, and copies other memory a second time."""
+"""Bytes: JAX aliases memory that begins at a multiple of this (CPU backend), and makes a second copy of other memory."""
 
 SMALL_BYTES = 1 << 16
-"""Leaves below this are cheaper to allocate anew than to track."""
+"""Leaves below this size are cheaper to allocate anew than to track."""
 
 PAGE_BYTES = 4096
-"""Large leaves of one slot begin at a multiple of this."""
+"""Each large leaf in a slot begins at a multiple of this."""
 
 SIZES_KEPT = 16
-"""Free buffers are kept for so many sizes; batches of varying length (bucketed text) have a few."""
+"""The number of buffer sizes for which free buffers are kept; batches of varying length (bucketed text) have a few."""
 
 Shape = tuple[int, ...]
 
 
 class Layout:
-    """How the leaves of a batch lie in staging memory, worked out once for all batches of a plan.
+    """The layout of a batch's leaves in staging memory, computed once for all batches of a plan.
 
     Args:
         leaves: shape and dtype of each.
 
     Attributes:
-        leaves: shape, dtype, bytes, and the offset in the slab of small leaves; None for a leaf with memory of its own.
-        slab_bytes: of all small leaves together.
-        offsets: of every leaf where the whole batch is one piece of memory, the slab first.
-        slot_bytes: of that piece.
-        nbytes: of the leaves alone.
-        alike: how many leaves with memory of their own there are of each size in bytes.
+        leaves: of each leaf the shape, dtype, bytes, and offset in the slab, which holds all small leaves; None for a large leaf.
+        slab_bytes: size of the slab.
+        offsets: of each leaf, if the whole batch is one slot: the slab first, then the large leaves.
+        slot_bytes: size of such a slot.
+        nbytes: total size of the leaves, without padding.
+        count_by_size: the number of large leaves of each size in bytes.
     """
 
-    __slots__ = ("alike", "leaves", "nbytes", "offsets", "slab_bytes", "slot_bytes")
+    __slots__ = ("count_by_size", "leaves", "nbytes", "offsets", "slab_bytes", "slot_bytes")
 
     def __init__(self, leaves: Sequence[tuple[Shape, np.dtype[Any]]]) -> None:
         self.leaves: list[tuple[Shape, np.dtype[Any], int, int | None]] = []
@@ -63,7 +63,7 @@ class Layout:
             if small:
                 self.slab_bytes += -(-size // ALIGNMENT) * ALIGNMENT
         self.nbytes = sum(size for _, _, size, _ in self.leaves)
-        self.alike = Counter(size for _, _, size, offset in self.leaves if offset is None)
+        self.count_by_size = Counter(size for _, _, size, offset in self.leaves if offset is None)
         self.offsets: list[int] = []
         end = self.slab_bytes
         for _, _, size, offset in self.leaves:
@@ -74,10 +74,12 @@ class Layout:
 
 
 class StagingStats(msgspec.Struct, frozen=True):
-    """Attributes:
-    made: buffers allocated so far. Steady while batches go on: the ring is reused.
-    reused: buffers that were used again.
-    free_bytes: held for reuse now.
+    """The counts of a staging ring.
+
+    Attributes:
+        made: buffers allocated so far; constant once the ring is filled.
+        reused: how often a buffer was reused so far.
+        free_bytes: bytes held for reuse now.
     """
 
     made: int
@@ -86,17 +88,17 @@ class StagingStats(msgspec.Struct, frozen=True):
 
 
 class Staging(Protocol):
-    """Memory for batches. Thread safety: `lease` may be called from any thread."""
+    """Allocates memory for batches. Thread safety: `lease` may be called from any thread."""
 
     def lease(self, layout: Layout) -> Memory:
-        """Memory for one batch: a writable, aligned view a leaf. Never waits: what bounds it is the queue's reservation."""
+        """Memory for one batch: a writable, aligned view per leaf. Never waits: the queue's reservations bound the batches in memory."""
         ...
 
     def stats(self) -> StagingStats: ...
 
 
 class _Views:
-    """Memory that nobody writes again."""
+    """Memory that the ring does not take back on release."""
 
     __slots__ = ("slab", "views")
 
@@ -110,21 +112,21 @@ class _Views:
 
 
 class _Loan(weakref.ref[Any]):
-    """Watches a buffer that was given away; brings its memory back."""
+    """A weak reference to a buffer on loan; holds the memory to reuse once the buffer dies."""
 
-    __slots__ = ("alike", "memory")
+    __slots__ = ("memory", "same_size")
     memory: AnyArray
-    alike: int  # leaves of this size in its batch
+    same_size: int  # number of leaves of this size in its batch
 
 
 def aligned_bytes(nbytes: int) -> AnyArray:
-    """Fresh memory that begins at a multiple of `ALIGNMENT`."""
+    """New memory that begins at a multiple of `ALIGNMENT`."""
     raw, start = aligned_slab(nbytes)
     return raw[start : start + nbytes]
 
 
 def aligned_slab(nbytes: int) -> tuple[AnyArray, int]:
-    """Fresh memory, and where in it `nbytes` begin at a multiple of `ALIGNMENT`."""
+    """New memory, and the offset in it of `nbytes` aligned bytes."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     return raw, -raw.__array_interface__["data"][0] % ALIGNMENT
 
@@ -134,23 +136,23 @@ def nbytes_of(shape: Shape, dtype: np.dtype[Any]) -> int:
 
 
 def views_of(memory: AnyArray, layout: Layout) -> tuple[AnyArray, ...]:
-    """The leaves of a batch in one piece of memory of `layout.slot_bytes`."""
+    """Views of a batch's leaves in a slot of `layout.slot_bytes`."""
     return tuple([np.ndarray(leaf[0], leaf[1], memory, offset) for leaf, offset in zip(layout.leaves, layout.offsets, strict=True)])
 
 
 class AliasedStaging:
-    """The ring for the CPU backend: memory goes away with the batch and comes back when its last reference has died.
+    """The ring for the CPU backend: a batch keeps its memory until the last reference to it dies.
 
     Args:
-        capacity: batches for which free buffers are kept; beyond it returned memory is freed.
+        capacity: number of batches for which free buffers are kept; memory that returns beyond that is freed.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()  # guards _free, _lent and the counts; never taken by the weak references' callbacks
         self._free: dict[int, list[AnyArray]] = {}
-        self._lent: dict[int, _Loan] = {}  # by id: a weak reference hashes as what it refers to, and a buffer does not
-        # A callback may run in any thread and inside any allocation, so all it does is this reentrant put.
+        self._lent: dict[int, _Loan] = {}  # by id: a weak reference hashes like its referent, and a buffer is unhashable
+        # A callback may run in any thread and inside any allocation, so it only calls `put`, which is reentrant.
         self._back: queue.SimpleQueue[_Loan] = queue.SimpleQueue()
         self._made = 0
         self._reused = 0
@@ -158,12 +160,12 @@ class AliasedStaging:
     def lease(self, layout: Layout) -> Memory:
         slab, start = aligned_slab(layout.slab_bytes)
         views = [
-            self._large(shape, dtype, size, layout.alike[size]) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
+            self._large(shape, dtype, size, layout) if offset is None else np.ndarray(shape, dtype, slab, start + offset)
             for shape, dtype, size, offset in layout.leaves
         ]
         return _Views(tuple(views), slab[start : start + layout.slab_bytes])
 
-    def _large(self, shape: Shape, dtype: np.dtype[Any], size: int, alike: int) -> AnyArray:
+    def _large(self, shape: Shape, dtype: np.dtype[Any], size: int, layout: Layout) -> AnyArray:
         with self._lock:
             self._collect()
             free = self._free.get(size)
@@ -177,13 +179,13 @@ class AliasedStaging:
         buffer = (ctypes.c_uint8 * size).from_buffer(memory)  # pyright: ignore[reportArgumentType] - an ndarray exports a buffer
         loan = _Loan(buffer, self._back.put)
         loan.memory = memory
-        loan.alike = alike
+        loan.same_size = layout.count_by_size[size]
         with self._lock:
             self._lent[id(loan)] = loan
         return np.ndarray(shape, dtype, buffer)  # pyright: ignore[reportCallIssue, reportArgumentType] - a ctypes array exports a buffer
 
     def _collect(self) -> None:
-        """Take back what died since the last call. The caller holds the lock."""
+        """Take back the memory of buffers that died since the last call. The caller holds the lock."""
         while True:
             try:
                 loan = self._back.get_nowait()
@@ -192,7 +194,7 @@ class AliasedStaging:
             self._lent.pop(id(loan), None)
             size = loan.memory.nbytes
             free = self._free.pop(size, [])
-            if len(free) < self._capacity * loan.alike:
+            if len(free) < self._capacity * loan.same_size:
                 free.append(loan.memory)
             self._free[size] = free  # last in the dict: most recently used
             while len(self._free) > SIZES_KEPT:
@@ -205,7 +207,7 @@ class AliasedStaging:
 
 
 class FreshStaging:
-    """New memory for every batch: right on every backend, and what is left where nothing better is known."""
+    """Allocates new memory for every batch: correct on every backend; used if page-locked memory is no faster."""
 
     def __init__(self) -> None:
         self._made = 0

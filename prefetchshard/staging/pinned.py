@@ -1,9 +1,9 @@
-"""The staging ring for accelerators: slots in page-locked host memory, which the devices read by themselves.
+"""The staging ring for accelerators: slots in page-locked (pinned) host memory, which the devices read directly.
 
-A transfer from memory that the operating system may move goes through a staging copy of the driver's and reaches a tenth of the bus. JAX
-can allocate page-locked memory (`memory_kind="pinned_host"`); what is written at its address is what a later `device_put` of a NumPy
-view reads. Making such memory costs milliseconds to hundreds of them, so slots are made once and used again, each as soon as the
-transfer out of it is ready.
+A transfer from pageable memory goes through a staging copy in the driver and reaches a tenth of the bus bandwidth. JAX can allocate
+page-locked memory (`memory_kind="pinned_host"`). We write to it at its address, and `device_put` of a NumPy view over it reads what we
+wrote. Allocating such memory takes from milliseconds to hundreds of milliseconds, so slots are allocated once, and each is reused as
+soon as the transfer out of it is done.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _log = logging.getLogger(__name__)
 
 PROBE_BYTES = 16 << 20
 LEAST_GAIN = 1.3
-"""Page-locked puts are used where they are so many times faster; measured: 4 times and more where the runtime takes the direct path."""
+"""Page-locked memory is used if it makes `device_put` faster by this factor; measured: 4 and more if the runtime reads it directly."""
 
 ROUND_BYTES = 1 << 16
-"""Slots are made in multiples of this, so that batches of varying length find one that fits."""
+"""Slot sizes are multiples of this, so that batches of varying length can share slots."""
 
 
 class _PageLocked:
-    """Page-locked memory as NumPy sees it; a view over it keeps the JAX array that owns it alive."""
+    """Page-locked memory with NumPy's array interface; a NumPy view over it keeps the JAX array that owns it alive."""
 
     def __init__(self, device: Any, nbytes: int) -> None:
         where = SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -47,7 +47,7 @@ def page_locked(device: Any, nbytes: int) -> AnyArray:
 
 
 class _Slot:
-    """Page-locked memory, with the views of the layout that it was last used for: batches of one shape come again and again."""
+    """Page-locked memory, with cached views of its last layout, as most batches have the same shape."""
 
     __slots__ = ("_layout", "_views", "memory")
 
@@ -64,7 +64,7 @@ class _Slot:
 
 
 class _Lease:
-    """A slot on loan. Dropped without a release (a run that was closed), it comes back by itself."""
+    """A slot on loan. Its finaliser returns it to the ring if it was not released (a run that was closed)."""
 
     __slots__ = ("_back", "_slot", "slab", "views")
 
@@ -86,11 +86,11 @@ class _Lease:
 
 
 class PinnedStaging:
-    """The ring.
+    """A ring of page-locked slots.
 
     Args:
-        device: any of those that read from it.
-        capacity: slots.
+        device: one of the devices that read from it.
+        capacity: number of slots.
     """
 
     def __init__(self, device: Any, capacity: int) -> None:
@@ -107,13 +107,13 @@ class PinnedStaging:
         need = -(-layout.slot_bytes // ROUND_BYTES) * ROUND_BYTES
         with self._lock:
             self._collect()
-            # The one released last: its lines may still be in the processor's cache.
+            # Prefer the slot released last: it may still be in the processor's cache.
             slot = next((one for one in reversed(self._free) if need <= one.memory.nbytes <= 2 * need), None)
             if slot is not None:
                 self._free.remove(slot)
                 self._reused += 1
             else:
-                while self._free and self._alive >= self._capacity:  # other shapes came: let the oldest go
+                while self._free and self._alive >= self._capacity:  # the batches changed in size: free the oldest slot
                     self._free.pop(0)
                     self._alive -= 1
                 self._alive += 1
@@ -121,7 +121,7 @@ class PinnedStaging:
         return _Lease(slot or _Slot(page_locked(self._device, need)), layout, self._back)
 
     def _collect(self) -> None:
-        """Take back what was released since the last call. The caller holds the lock."""
+        """Take back the slots released since the last call. The caller holds the lock."""
         while True:
             try:
                 self._free.append(self._back.get_nowait())
@@ -131,22 +131,18 @@ class PinnedStaging:
     def stats(self) -> StagingStats:
         with self._lock:
             self._collect()
-            return StagingStats(self._made, self._reused, sum(map(_size, self._free)))
-
-
-def _size(slot: _Slot) -> int:
-    return slot.memory.nbytes
+            return StagingStats(self._made, self._reused, sum(slot.memory.nbytes for slot in self._free))
 
 
 _fast: dict[Any, bool] = {}
 
 
 def puts_are_fast(device: Any) -> bool:
-    """Whether this runtime reads page-locked memory directly: measured once a process, not guessed by version."""
+    """Whether this runtime reads page-locked memory directly; measured once per process, not derived from a version."""
     if device not in _fast:
         try:
             _fast[device] = _measure(device)
-        except Exception as error:  # noqa: BLE001 - whatever a backend without such memory raises
+        except Exception as error:  # noqa: BLE001 - a backend without such memory may raise anything
             _log.info("no page-locked staging on %s: %s", device, error)
             _fast[device] = False
     return _fast[device]
@@ -157,7 +153,7 @@ def _measure(device: Any) -> bool:
     locked, plain = page_locked(device, PROBE_BYTES), np.ones(PROBE_BYTES, np.uint8)
     locked[:] = 1
     if not bool((np.asarray(device_put(locked, target)) == 1).all()):
-        _log.info("no page-locked staging on %s: what is written into such memory is not what a transfer reads", device)
+        _log.info("no page-locked staging on %s: a transfer does not read what was written into such memory", device)
         return False
     times = {True: 1e9, False: 1e9}
     for _ in range(4):
@@ -178,7 +174,7 @@ def _measure(device: Any) -> bool:
 
 
 def choose_staging(device: Any, capacity: int) -> Staging:
-    """The ring for batches that go to devices like this one."""
+    """The staging ring for batches that go to this kind of device."""
     if device.platform == "cpu":
         return AliasedStaging(capacity)
     return PinnedStaging(device, capacity) if puts_are_fast(device) else FreshStaging()

@@ -1,7 +1,7 @@
-"""What users test with: fakes that a test can own, and checks for sources of one's own.
+"""Test tools for users: a fake clock, poisoned staging memory, and a conformance check for sources.
 
-`ManualClock` is time that moves when the test says so. Inside `poisoned_staging()` the staging memory of loaders turns to poison as soon
-as it is released. `check_source` tells whether a source of your own keeps what a loader relies on.
+`ManualClock` is a clock that advances only when the test says so. Inside `poisoned_staging()` loaders overwrite staging memory with
+poison as soon as it is released. `check_source` checks that your own source behaves as a loader requires.
 """
 
 from prefetchshard.testing.fakes import POISON as POISON

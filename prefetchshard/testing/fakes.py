@@ -1,4 +1,4 @@
-"""Fakes that a test can own: time, and staging memory that turns to poison as soon as it is released."""
+"""Fakes for tests: a manual clock, and staging memory that is overwritten with poison as soon as it is released."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -18,16 +19,16 @@ from prefetchshard.placing.transfer_loops import TransferLimits
 from prefetchshard.staging.aliased import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
 
 MakeStaging: TypeAlias = Callable[[Any, int], Staging]
-"""From one of the devices and a number of slots to a ring."""
+"""Makes a ring for one of the devices and a number of slots."""
 
 POISON = 0xA5
-"""Fills a slot that is not in use. As any integer, and as a float, it is an unlikely value."""
+"""The byte that fills a free slot. Repeated, it is an unlikely value of any integer or float dtype."""
 
 MOST_LAYOUTS = 64
 
 
 class ManualClock:
-    """Seconds that pass when a test says so.
+    """A clock in seconds that advances only when a test says so.
 
     Thread safety: every method may be called from any thread.
 
@@ -45,10 +46,10 @@ class ManualClock:
         return self._seconds
 
     def advance(self, seconds: float) -> float:
-        """Let time pass. Returns the new time.
+        """Advance the time. Returns the new time.
 
         Raises:
-            ValueError: it would run backwards.
+            ValueError: `seconds` is negative.
         """
         if seconds < 0:
             raise ValueError(f"advance({seconds!r}): time does not run backwards")
@@ -58,21 +59,21 @@ class ManualClock:
 
 
 class SlotMisuseError(AssertionError):
-    """Staging memory was used outside its loan.
+    """Staging memory was used outside its lease.
 
-    What to do: release staging memory once, when the transfer out of it is ready, and touch it no more.
+    What to do: release staging memory once, when the transfer out of it is done, and do not touch it afterwards.
     """
 
 
 class PoisonCounts(msgspec.Struct, frozen=True):
-    """What a `PoisonStaging` has counted so far.
+    """The counts of a `PoisonStaging`.
 
     Attributes:
-        leased: batches that got memory.
-        released: of them, those whose memory was given back.
-        dropped: of them, those whose memory nobody held any more (runs that were closed).
-        out: slots that are on loan now.
-        not_reused: pieces of memory that could not be misaligned at every cut, so that they were used once.
+        leased: leases so far.
+        released: leases that were released.
+        dropped: leases that were garbage-collected without a release (runs that were closed).
+        out: leases that are active now.
+        not_reused: pieces of memory that could not be misaligned at every split, and so were used only once.
 
     Example:
         with ps.testing.poisoned_staging() as rings:
@@ -88,19 +89,18 @@ class PoisonCounts(msgspec.Struct, frozen=True):
 
 
 class PoisonStaging:
-    """A ring that behaves on the CPU backend as the page-locked one does on an accelerator, and catches what must not be done to it.
+    """A staging ring for the CPU backend that behaves like the page-locked one on an accelerator, and detects misuse.
 
-    Its slots begin where the CPU backend does not alias them but copies them, and large ones after the call that puts them has
-    returned: a slot that is released too early is read too late. So it is overwritten with poison as soon as it is released, and the slot
-    that was released last is the first to be used again. Poison that is no longer there when it is used again was overwritten by
-    somebody who still wrote.
+    Its slots are misaligned, so the CPU backend copies them instead of aliasing them, and copies large ones only after `device_put` has
+    returned. A slot is overwritten with poison as soon as it is released, so a release before the copy puts poison into the batch. The
+    slot released last is reused first. If its poison has changed by then, somebody wrote to it after its release.
 
     Args:
-        capacity: free slots that are kept.
-        pieces: into how many pieces a leaf may be cut; None: as many as there are devices.
+        capacity: number of free slots to keep.
+        pieces: the most pieces into which a leaf is split; None: the number of devices.
 
     Raises:
-        SlotMisuseError: from `lease` and `check`, and where memory is released twice.
+        SlotMisuseError: from `lease` and `check`, and if memory is released twice.
 
     Thread safety: every method may be called from any thread.
 
@@ -145,7 +145,7 @@ class PoisonStaging:
         return places
 
     def _collect(self) -> None:
-        """Take back what was given back since the last call. The caller holds the lock."""
+        """Take back the slots that were returned since the last call. The caller holds the lock."""
         with contextlib.suppress(queue.Empty):
             while True:
                 slot, released = self._back.get_nowait()
@@ -156,10 +156,10 @@ class PoisonStaging:
             self._free.pop(0).check()
 
     def check(self) -> PoisonCounts:
-        """What it was used for so far.
+        """Check the free slots, and return the counts.
 
         Raises:
-            SlotMisuseError: a slot that is not in use was written to.
+            SlotMisuseError: a free slot was written to.
         """
         with self._lock:
             self._collect()
@@ -184,7 +184,7 @@ class _PoisonedSlot:
 
     def take(self) -> None:
         if self.is_out:
-            raise SlotMisuseError("a slot is to be used that is on loan")
+            raise SlotMisuseError("a slot was leased while it is still on loan")
         self.is_out = True
         self.check()
 
@@ -202,7 +202,7 @@ class _PoisonedSlot:
 
 
 class _PoisonLease:
-    """A slot on loan. Dropped without a release (a run that was closed), it comes back by itself."""
+    """A slot on loan. Its finaliser returns it to the ring if it was not released (a run that was closed)."""
 
     __slots__ = ("_back", "_slot", "slab", "views")
 
@@ -212,10 +212,10 @@ class _PoisonLease:
         self.views, self.slab = places.views(slot.memory)
 
     def release(self) -> None:
-        """The transfer out of it is ready, or will never be made.
+        """Return the slot: the transfer out of it is done, or will never be made.
 
         Raises:
-            SlotMisuseError: it was said before.
+            SlotMisuseError: it was released before.
         """
         if self._slot is None:
             raise SlotMisuseError("memory was released twice")
@@ -234,9 +234,9 @@ class _PoisonLease:
 
 
 class _Places:
-    """Where the leaves of a layout lie in a slot: nowhere where the CPU backend would alias a piece of one.
+    """The offsets of a layout's leaves in a slot, chosen so that the CPU backend aliases no piece of a leaf.
 
-    What cannot be placed so gets memory of its own that is used once, as an alias of it may live on in a batch.
+    A leaf for which there is no such offset gets memory of its own, which is used only once, as a batch may keep an alias of it.
     """
 
     def __init__(self, layout: Layout, pieces: int) -> None:
@@ -275,51 +275,40 @@ def _piece(memory: AnyArray, start: int | None, nbytes: int) -> AnyArray:
 
 
 def _shift(leaves: list[tuple[int, np.dtype[Any]]], pieces: int) -> int | None:
-    """How far after a multiple of `ALIGNMENT` memory begins, so that no piece of these leaves, of equal pieces, begins at one."""
+    """An offset from a multiple of `ALIGNMENT` such that, split into equal pieces, no piece of these leaves begins at a multiple."""
     starts = {size // count * i for size, _ in leaves for count in range(1, pieces + 1) if size % count == 0 for i in range(count)}
     taken = {-start % ALIGNMENT for start in starts}
     itemsize = max((dtype.itemsize for _, dtype in leaves), default=1)
-    # Where it can be, items are aligned for themselves: NumPy and JAX are slower where they are not.
+    # Prefer offsets that keep items aligned to their own size: NumPy and JAX are slower without.
     shifts = [shift for step in (itemsize, 1) for shift in range(step, ALIGNMENT, step) if shift not in taken]
     return shifts[0] if shifts else None
 
 
 @contextlib.contextmanager
 def staging_by(make: MakeStaging) -> Generator[None]:
-    """Let loaders take their staging from this function, if their first run begins inside the block.
+    """Loaders whose first run begins inside the block get their staging ring from this function.
 
     Example:
         with ps.testing.staging_by(lambda device, capacity: ps.testing.PoisonStaging(capacity)):
             list(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
     """
-    with _instead("choose_staging", make):
+    with mock.patch.object(building, "choose_staging", make):
         yield
-
-
-@contextlib.contextmanager
-def _instead(name: str, thing: Any) -> Generator[None]:
-    names = building.__dict__
-    before = names[name]
-    names[name] = thing
-    try:
-        yield
-    finally:
-        names[name] = before
 
 
 @contextlib.contextmanager
 def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> Generator[list[PoisonStaging]]:
-    """Let loaders stage in `PoisonStaging`, and look at its slots at the end.
+    """Loaders whose first run begins inside the block stage in a `PoisonStaging`, which is checked at the end of the block.
 
     Args:
-        pieces: see there.
+        pieces: see `PoisonStaging`.
         waits_apart: one thread dispatches the transfers and another one waits for them, as on accelerators.
 
     Yields:
         The rings, in the order in which loaders began their first run.
 
     Raises:
-        SlotMisuseError: at the end, where a slot was written to after its release.
+        SlotMisuseError: at the end, if a slot was written to after its release.
 
     Example:
         with ps.testing.poisoned_staging():
@@ -332,10 +321,10 @@ def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> 
         rings.append(PoisonStaging(capacity, pieces=pieces))
         return rings[-1]
 
-    def pace(in_flight: int, **_: Any) -> TransferLimits:
+    def limits(in_flight: int, **_: Any) -> TransferLimits:
         return TransferLimits(in_flight, waits_apart=waits_apart)
 
-    with staging_by(make), _instead("TransferLimits", pace):
+    with staging_by(make), mock.patch.object(building, "TransferLimits", limits):
         yield rings
     for ring in rings:
         ring.check()

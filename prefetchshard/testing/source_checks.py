@@ -1,4 +1,4 @@
-"""Whether a source keeps what a loader relies on: a conformance suite for datasets and iterables of one's own."""
+"""A conformance suite for your own datasets and iterables: checks that a source behaves as a loader requires."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ THREADS_SECONDS = 60.0
 
 
 class SourceReport(msgspec.Struct, frozen=True):
-    """What a source was found to be. None of it is wrong.
+    """The properties of a source that passed `check_source`. None of them is an error.
 
     Attributes:
         kind: how a loader reads it: "arrays", "dataset", "iterator", "factory", ...
-        length: items of an epoch, where the source tells.
-        items: that were looked at.
-        reuses_buffers: it overwrites an item when it is asked for the next one, so `reuses_buffers=False` would be wrong.
-        rereadable: it can be read again, so that a loader can have several epochs and runs.
-        has_state: it tells and takes its own state, so that a loader can go on without reading again.
+        length: items per epoch; None if the source does not tell.
+        items: number of items that were checked.
+        reuses_buffers: the source overwrites an item when asked for the next one, so `reuses_buffers=False` would be wrong.
+        rereadable: it can be read again, so a loader can have several epochs and runs.
+        has_state: it saves and restores its own state, so a loader can resume without reading again.
 
     Example:
         report = ps.testing.check_source(lambda: iter([np.zeros(3), np.ones(3)]))
@@ -52,23 +52,23 @@ class SourceReport(msgspec.Struct, frozen=True):
 def check_source(
     make_source: Callable[[], Any], examples: Sequence[Any] | None = None, *, threads: int = 4, most: int = 1000
 ) -> SourceReport:
-    """Check a source in the ways in which a loader asks it.
+    """Check that a source behaves as a loader requires, by reading it as a loader does.
 
-    A dataset must have one length and give the same values whenever it is asked, also by several threads at once, and refuse a row
-    outside with IndexError. What is pulled must come in order, as many items as its length says, end and stay at its end, be the same
-    when it is read again, and go on from its own state where it has one.
+    A dataset must keep its length, return the same values every time, also to several threads at once, and raise IndexError for a row
+    out of range. An iterable must yield its items in the same order every time, as many as its length says, stay at its end once it has
+    ended, and continue correctly from its own state if it has one.
 
     Args:
-        make_source: makes the source anew; called several times.
-        examples: what it must give, in order; None: whatever the first reading gives.
-        threads: that ask a dataset at once.
-        most: items to look at.
+        make_source: makes a new source; called several times.
+        examples: the items that the source must yield, in order; None: those of the first reading.
+        threads: number of threads that read a dataset at once.
+        most: number of items to check.
 
     Returns:
-        What it is.
+        The properties of the source.
 
     Raises:
-        AssertionError: it does not keep one of these; says which, and where.
+        AssertionError: the source breaks a rule; the message says which, and where.
         ConfigError: it is no source.
 
     Example:
@@ -104,7 +104,7 @@ class _DatasetCheck:
 
     def run(self, threads: int) -> SourceReport:
         source = self._source
-        self._check_length("at once")
+        self._check_length("when asked again")
         reuses = self._read_in_order()
         self._check_length("after it was read")
         self._check_outside()
@@ -120,7 +120,7 @@ class _DatasetCheck:
             assert length == len(self._examples), f"the length is {length}, and there are {len(self._examples)} examples"
 
     def _read_in_order(self) -> bool:
-        """Read each row once. Whether an item was overwritten by the next one."""
+        """Read each row once. Returns whether reading an item overwrote the one before."""
         reuses, held = False, None
         for row in self._rows:
             item = self._ask(row)
@@ -139,7 +139,7 @@ class _DatasetCheck:
             raise AssertionError(f"row {row} of {self._source.length} raises IndexError: {error}") from error
 
     def _check_outside(self) -> None:
-        """Python's own loop over what has no `__iter__` goes by it."""
+        """A dataset without `__iter__` must raise IndexError after its last row: Python's own loop over it relies on that."""
         if hasattr(self._source.dataset, "__iter__"):
             return
         length = self._source.length
@@ -185,11 +185,11 @@ class _DatasetCheck:
 
 
 def _spread(length: int, most: int) -> list[int]:
-    """Rows from the first to the last, `most` of them at most."""
+    """At most `most` rows, spread from the first to the last."""
     return list(range(length)) if length <= most else np.linspace(0, length - 1, most).astype(int).tolist()
 
 
-# -- what is pulled
+# -- iterables
 
 
 class _StreamCheck:
@@ -227,7 +227,7 @@ class _StreamCheck:
         )
 
     def _check_again(self, source: Stream | None, known: list[Any], cut: int) -> None:
-        """Read it again from its beginning, broken off after `cut` items."""
+        """Read the first `cut` items again, then stop."""
         with _Reading(source or self._make()) as items:
             for i in range(cut):
                 _equal(items.pull(), known[i], f"item {i}, when it was read again,")
@@ -238,7 +238,7 @@ class _StreamCheck:
             snapshot = items.snapshot()
             for i in range(cut, len(known)):
                 _equal(items.pull(), known[i], f"item {i}, after its state was taken,")
-        for _ in range(2):  # a state is a value: it can be taken up more than once
+        for _ in range(2):  # a state is a value, so restoring it must work more than once
             with _Reading(self._make(), snapshot) as items:
                 for i in range(cut, len(known)):
                     _equal(items.pull(), known[i], f"item {i}, from its state after item {cut - 1},")
@@ -279,7 +279,7 @@ class _Reading:
         return self._items.pull()
 
     def read(self, most: int) -> tuple[list[Any], bool, bool]:
-        """Up to `most` items, safe from what the source does; whether it overwrote one; and whether it has ended."""
+        """Copies of up to `most` items; whether the source overwrote one; whether it has ended."""
         known: list[Any] = []
         reuses, held = False, None
         while len(known) < most:
@@ -303,13 +303,13 @@ def _equal(got: Any, wanted: Any, where: str) -> None:
 
 
 def _difference(got: Any, wanted: Any) -> str | None:
-    """Where two items differ, bit by bit; None where they do not."""
+    """A text that says where two items differ, bit by bit; None if they do not."""
     (ours, our_tree), (theirs, their_tree) = (tree_flatten_with_path(item) for item in (got, wanted))
     if our_tree != their_tree:
         return f"{our_tree} and not {their_tree}"
     for (path, one), (_, other) in zip(ours, theirs, strict=True):
         if not _same(one, other):
-            return f"{keystr(path) or 'it'} is {_words(one)} and not {_words(other)}"
+            return f"{keystr(path) or 'it'} is {_short_repr(one)} and not {_short_repr(other)}"
     return None
 
 
@@ -321,6 +321,6 @@ def _same(one: Any, other: Any) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-def _words(leaf: Any) -> str:
+def _short_repr(leaf: Any) -> str:
     text = repr(leaf)
     return text if len(text) < 200 else f"{text[:200]}..."

@@ -8,7 +8,6 @@ from typing import Any
 
 from prefetchshard.base.errors import BatchError, PrefetchWarning
 from prefetchshard.base.faults import note, safe_to_raise
-from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.run_factory import RunFactory
 from prefetchshard.placing.placed_batch import PlacedBatch
@@ -167,4 +166,4 @@ class Consumer:
 
     def is_under_these_settings(self) -> bool:
         """Whether the JAX settings in force in this thread are those of the run."""
-        return self.run.context == JaxContext()
+        return self.run.context.is_in_force()

@@ -365,3 +365,15 @@ def test_one_thread_may_look_at_what_another_one_takes(S: NamedSharding) -> None
     taker.join(10)
     assert got == [1, 2, 3]
     assert len(specs) == 1
+
+
+def test_shapes_that_never_come_back_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefetchshard.placing.device_transform.MOST_COMPILED", 3)
+    traced = Traced(lambda batch: batch + 1)
+    lengths = [*range(1, 9), 8, 7, 1]
+    loader = ps.Loader((np.full(n, n, np.float32) for n in lengths), NamedSharding(one_device(), P()), device_transform=traced)
+    assert [batch.tolist() for batch in loader] == [[n + 1.0] * n for n in lengths]
+    transform = loader._factory._device_transform
+    assert transform is not None
+    assert len(transform._compiled) == 3
+    assert traced.times == 9  # 8 and 7 were kept, 1 was not

@@ -354,10 +354,13 @@ def test_spec_of_arrays_follows_x64(S: NamedSharding) -> None:
 def test_contexts_compare_by_what_they_hold() -> None:
     here = JaxContext()
     assert here == JaxContext()
+    assert here.is_in_force()
     assert hash(here) == hash(JaxContext())
     for make in CONTEXTS.values():
         with make():
             there = JaxContext()
+            assert there.is_in_force()
+            assert not here.is_in_force()
             assert there != here
         with there.in_force():
             assert JaxContext() == there

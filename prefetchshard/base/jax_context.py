@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ _NAMES = (
 _MANAGERS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
     f"jax_{name}": getattr(jax, name) for name in _NAMES if hasattr(jax, name) and hasattr(jax.config, f"jax_{name}")
 }
-
+_values_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*_MANAGERS)
 
 _OUR_OWN: dict[str, Any] = {
     "jax_check_tracer_leaks": False,
@@ -53,13 +54,9 @@ _OUR_OWN: dict[str, Any] = {
 """Under which the functions run that we jit ourselves: they move data as it is, NaNs and all, to where it shall be."""
 
 
-def _value(name: str) -> Any:
-    return getattr(jax.config, name, None)
-
-
 def x64_enabled() -> bool:
     """Whether 64-bit types are in force in this thread."""
-    return bool(_value("jax_enable_x64"))
+    return bool(getattr(jax.config, "jax_enable_x64", False))
 
 
 def mesh_in_force() -> Mesh | None:
@@ -78,7 +75,7 @@ class JaxContext:
     """
 
     def __init__(self) -> None:
-        self._values = tuple([_value(name) for name in _MANAGERS])
+        self._values = _values_of(jax.config)
         self.mesh = mesh_in_force()
         self.x64 = x64_enabled()
         given = dict(zip(_MANAGERS, self._values, strict=True))
@@ -90,6 +87,10 @@ class JaxContext:
 
     def __hash__(self) -> int:
         return hash((self._values, self.mesh))
+
+    def is_in_force(self) -> bool:
+        """Whether this thread has these settings. A third of the cost of making another one to compare with."""
+        return self._values == _values_of(jax.config) and self.mesh == mesh_in_force()
 
     def set_aside(self) -> AbstractContextManager[Any]:
         """A context for jitted functions of our own: settings that the caller made for his functions, such as NaN checks, are off in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from prefetchshard.base.errors import SourceError
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.jax_types import TreeDef, is_subdtype, jit, tree_flatten
 from prefetchshard.base.signatures import takes_parameter
+
+MOST_COMPILED = 64
+"""Shapes that never come back must not pile up."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -59,6 +63,7 @@ class DeviceTransform:
         self._function = function
         self._seed = seed
         self.wants_key = takes_parameter(function, "key")
+        self._lock = threading.Lock()  # guards what is added to _compiled; runs of a loader share it
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._context: JaxContext | None = None
 
@@ -80,7 +85,11 @@ class DeviceTransform:
         signature = (self._context, tree, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
         run = self._compiled.get(signature)
         if run is None:
-            run = self._compiled[signature] = self._jit(tree, leaves, step)
+            run = self._jit(tree, leaves, step)
+            with self._lock:
+                self._compiled[signature] = run
+                while len(self._compiled) > MOST_COMPILED:
+                    del self._compiled[next(iter(self._compiled))]
         result = run(step, *leaves)
         if on_host:
             result = jax.tree.map(partial(_put_back, on_host), result, is_leaf=_is_stand_in)

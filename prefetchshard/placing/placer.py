@@ -171,7 +171,7 @@ class Placer:
     def _late_batch(self, flight: PendingTransfer) -> Any:
         """As `_batch`, in the consumer's thread, where other settings and context variables may be in force."""
         try:
-            with contextlib.nullcontext() if JaxContext() == self._context else self._context.in_force():
+            with contextlib.nullcontext() if self._context.is_in_force() else self._context.in_force():
                 return self._variables.copy().run(self._batch, flight)
         except BaseException as error:  # noqa: BLE001 - raised again
             raise noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause

@@ -138,7 +138,7 @@ class LoaderIterator:
             if self._failure is None:
                 self._traceback = failure.__traceback__
                 self._failure = failure
-            self._outbox.forget_failure()
+            self._outbox.clear()  # of the failure too: raised here, its traceback leads back to the queue
         return self._failure is not None
 
     def _close_at_end(self) -> None:

@@ -349,6 +349,22 @@ def test_a_receiver_that_cannot_go_on() -> None:
     assert queue.reserve() is None
 
 
+def test_a_place_that_is_taken_while_the_receiver_breaks_off_comes_no_more() -> None:
+    queue = new()
+    failure = ValueError()
+
+    def prepare() -> None:
+        nonlocal queue
+        queue = new(2, "a")
+
+    for ticket in at_every_step(prepare, lambda: queue.reserve(), lambda: queue.break_off(failure)):
+        assert queue.is_over()
+        assert queue.failure is failure
+        if ticket is not None:
+            ticket.send("b")
+        assert queue.take_nowait() is EMPTY
+
+
 # --- bursts
 
 
@@ -603,6 +619,12 @@ def test_it_is_not_over_because_another_receiver_took_the_item() -> None:
 def test_looks_bear_what_others_do_meanwhile(look: Callable[[Any], object], act: Callable[[Any], object]) -> None:
     scene = Scene("a")
     assert list(at_every_step(scene.prepare, lambda: look(scene.queue), lambda: act(scene.queue)))
+
+
+def test_what_another_receiver_takes_meanwhile_is_not_seen_as_an_item() -> None:
+    scene = Scene("a")
+    looks = list(at_every_step(scene.prepare, lambda: scene.queue.peek_nowait(), lambda: scene.queue.take_nowait()))
+    assert set(looks) == {"a", EMPTY}
 
 
 def test_its_words() -> None:

@@ -58,7 +58,7 @@ class Ticket(Generic[T]):
 
     def __init__(self, queue: BoundedQueue[T]) -> None:
         self._queue = queue
-        self.item: T | None = None
+        self.item: T | EmptyType = EMPTY
         self.failure: BaseException | None = None
         self.settled = False
 
@@ -77,7 +77,13 @@ class Ticket(Generic[T]):
 
     def withdraw(self) -> None:
         """Give the place back; the order goes on without it."""
-        self._queue.remove(self)
+        queue = self._queue
+        try:
+            queue.line.remove(self)
+        except ValueError:  # cleared meanwhile
+            return
+        queue.senders.wake()
+        queue.receivers.wake()
 
 
 class BoundedQueue(Generic[T]):
@@ -98,22 +104,22 @@ class BoundedQueue(Generic[T]):
             waiting for up to `BURST_SECONDS`, unless the queue is full or holds one item at most. May be set at any time.
         senders: that wait for room; under their lock places are reserved.
         receivers: that wait for an item, event loops too; under their lock items are taken and released.
+        line: the places in order. What looks at it may find that others emptied it.
     """
 
     def __init__(self, capacity: int, *, held_until_release: bool = False, clock: Clock = MONOTONIC) -> None:
         self.capacity = capacity
         self.in_bursts = False
-        self._held_until_release = held_until_release
+        self.cancelled = False
         # A lock each: a signal handler that interrupts a receiver while it holds its lock may close the run, and waits for the senders.
         self.senders = Side(clock)
         self.receivers = Side(clock)
-        self._line: deque[Ticket[T]] = deque()
+        self._held_until_release = held_until_release
+        self.line: deque[Ticket[T]] = deque()
         self._unreleased = 0  # items that were taken and still hold their place
         self._taken = 0
-        self._ended = False
         self._refusing = False
-        self.cancelled = False
-        self._broken = False
+        self._ended = False
         self._failure: BaseException | None = None
 
     # -- sending
@@ -126,7 +132,7 @@ class BoundedQueue(Generic[T]):
                 if self._refusing:
                     return None
                 if self.held < self.capacity:
-                    self._line.append(ticket)
+                    self.line.append(ticket)
                     return ticket
             self.senders.wait_measured(lambda: self._refusing or self.held < self.capacity, in_bursts=self.in_bursts)
 
@@ -146,17 +152,8 @@ class BoundedQueue(Generic[T]):
         self.refuse()
 
     def refuse(self) -> None:
-        """Grant no further place."""
+        """Grant no further place. Takes no lock."""
         self._refusing = True
-        self.senders.wake()
-        self.receivers.wake()
-
-    def remove(self, ticket: Ticket[T]) -> None:
-        """Take a reserved place out of the order."""
-        try:
-            self._line.remove(ticket)
-        except ValueError:  # cleared meanwhile
-            return
         self.senders.wake()
         self.receivers.wake()
 
@@ -164,20 +161,20 @@ class BoundedQueue(Generic[T]):
 
     def wait_ready(self, timeout_seconds: float | None = None) -> bool:
         """Wait until an item can be taken. False: none will come (see `is_over`), the time ran out, or another receiver was faster."""
-        if not self._settled():
-            self.receivers.wait_measured(self._settled, timeout_seconds, in_bursts=self.in_bursts)
+        if not self.is_settled():
+            self.receivers.wait_measured(self.is_settled, timeout_seconds, in_bursts=self.in_bursts)
         return self.has_ready()
 
     def take_nowait(self) -> T | EmptyType:
         """The next item in order, or EMPTY."""
-        ticket: Ticket[T] | None = None
+        item: T | EmptyType = EMPTY
         try:
             with self.receivers.lock:
-                line = self._line
-                head = _takeable(line)
-                if head is None or self.cancelled or self._broken:
+                line = self.line
+                head = _first(line)
+                if head is None or head.item is EMPTY or self.cancelled:
                     return EMPTY
-                ticket = head  # no call, so no signal, comes between this and the end of the block
+                item = head.item  # no call, so no signal, comes between this and the end of the block
                 if self._held_until_release:
                     self._unreleased += 1  # before the item leaves the line, or a sender would see room
                 del line[0]
@@ -185,43 +182,34 @@ class BoundedQueue(Generic[T]):
             if not self._held_until_release:
                 self.senders.wake(burst_is_over=self.held <= 1)
         except BaseException:  # Ctrl-C
-            if ticket is not None:
-                self._put_back(ticket)
+            if item is not EMPTY:
+                self.untake(item)
             raise
-        item, ticket.item = ticket.item, None  # whoever sent it may keep the ticket
-        return item  # pyright: ignore[reportReturnType] - a settled ticket without failure holds an item
+        head.item = EMPTY  # whoever sent it may keep the ticket
+        return item
 
     def peek_nowait(self) -> T | EmptyType:
         """The next item in order, left where it is, or EMPTY."""
-        head = _takeable(self._line)
-        return EMPTY if head is None or self.cancelled or self._broken else head.item  # pyright: ignore[reportReturnType] - as above
+        head = _first(self.line)
+        return EMPTY if head is None or self.cancelled else head.item
 
     def untake(self, item: T) -> None:
         """Put an item back that was taken and not used: it is the next one again."""
         ticket = Ticket(self)
         ticket.item = item
         ticket.settled = True
-        self._put_back(ticket)
-
-    def _put_back(self, ticket: Ticket[T]) -> None:
         with self.receivers.lock:
             self._taken -= 1
             self._unreleased -= self._held_until_release
-            self._line.appendleft(ticket)
-        self.senders.wake()
+            self.line.appendleft(ticket)
         self.receivers.wake()
 
     def break_off(self, failure: BaseException) -> None:
         """The receiver cannot go on: the failure comes next, and what was sent comes no more."""
         self._failure = failure
         self._ended = True
-        self._broken = True
-        self._line = deque()
+        self.line = deque(maxlen=0)  # keeps nothing: a sender may just be taking one more place
         self.refuse()
-
-    def forget_failure(self) -> None:
-        """Whoever took the failure keeps it; its traceback, once it was raised there, leads to the receiver."""
-        self._failure = None
 
     def release(self) -> None:
         """What an item taken earlier held is free again."""
@@ -232,13 +220,11 @@ class BoundedQueue(Generic[T]):
     def cancel(self) -> None:
         """Nothing more is wanted: every waiter returns. Never blocks, takes no lock, drops nothing by itself."""
         self.cancelled = True
-        self._refusing = True
-        self.senders.wake()
-        self.receivers.wake()
+        self.refuse()
 
     def clear(self) -> None:
-        """Drop what a cancelled queue still holds. Takes no lock."""
-        line, self._line = self._line, deque()
+        """Drop what a queue that is over, or cancelled, still holds, its failure too. Takes no lock."""
+        line, self.line = self.line, deque(maxlen=0)  # as above
         self._failure = None
         for ticket in list(line):
             ticket.failure = None  # its traceback leads to the ticket
@@ -248,42 +234,37 @@ class BoundedQueue(Generic[T]):
     @property
     def held(self) -> int:
         """Items reserved and not yet released."""
-        return len(self._line) + self._unreleased
+        return len(self.line) + self._unreleased
 
     def has_ready(self) -> bool:
         """Whether an item can be taken at once."""
-        return not self.cancelled and not self._broken and _takeable(self._line) is not None
+        head = _first(self.line)
+        return head is not None and head.item is not EMPTY and not self.cancelled
+
+    def is_settled(self) -> bool:
+        """Whether there is nothing to wait for: an item can be taken, or none will come."""
+        head = _first(self.line)
+        return self.cancelled or (self._ended if head is None else head.settled)
 
     def is_over(self) -> bool:
         """Whether nothing will come any more, whoever takes: it ended, failed or was cancelled."""
-        if self._broken:  # a sender may just have taken one more place
-            return True
         ended = self._ended  # before the look at the line: the last item is sent before the end is said
-        try:
-            head = self._line[0]
-        except IndexError:
-            return ended or self.cancelled
-        return (head.settled and head.failure is not None) or self.cancelled
+        head = _first(self.line)
+        return self.cancelled or (ended if head is None else head.failure is not None)
 
     @property
     def failure(self) -> BaseException | None:
         """Why it is over, where a failure ended it and everything before the failure was taken."""
-        if self._broken:
-            return self._failure
-        try:
-            head = self._line[0]
-        except IndexError:
-            return self._failure if self._ended else None
-        return head.failure if head.settled else None
+        head = _first(self.line)
+        return self._failure if head is None else head.failure
 
     def stats(self) -> QueueStats:
         """One look at the queue."""
-        line = list(self._line)
-        ready = sum(1 for ticket in line if ticket.settled and ticket.failure is None)
+        line = list(self.line)
         return QueueStats(
             self.capacity,
             len(line) + self._unreleased,
-            ready,
+            sum(ticket.item is not EMPTY for ticket in line),
             self._taken,
             self.senders.waiting,
             self.receivers.waiting,
@@ -291,23 +272,13 @@ class BoundedQueue(Generic[T]):
             self.receivers.waited_seconds,
         )
 
-    def _settled(self) -> bool:
-        if self.cancelled or self._broken:
-            return True
-        try:
-            return self._line[0].settled
-        except IndexError:
-            return self._ended
-
     def __repr__(self) -> str:
         words = [word for word, so in (("cancelled", self.cancelled), ("ended", self._ended), ("failed", self.failure is not None)) if so]
         return f"<BoundedQueue {self.held} of {self.capacity}{''.join(', ' + word for word in words)}>"
 
 
-def _takeable(line: deque[Ticket[T]]) -> Ticket[T] | None:
-    """The head of the line, where it has an item."""
+def _first(line: deque[Ticket[T]]) -> Ticket[T] | None:
     try:
-        head = line[0]
+        return line[0]
     except IndexError:
         return None
-    return head if head.settled and head.failure is None else None

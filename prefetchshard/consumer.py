@@ -111,7 +111,7 @@ class Consumer:
             if self._failure is None:
                 self._traceback = failure.__traceback__
                 self._failure = failure
-            self.outbox.forget_failure()
+            self.outbox.clear()
         return self._failure is not None
 
     def close_at_end(self) -> None:

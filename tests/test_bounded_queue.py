@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue, Ticket
-from support import Interrupts, Thread, at_every_step, interrupted_everywhere, wait_until
+from support import HANG_SECONDS, Interrupts, Thread, at_every_step, interrupted_everywhere, wait_until
 
 
 def new(capacity: int = 3, *items: Any, held: bool = False) -> BoundedQueue[Any]:
@@ -70,6 +70,11 @@ def test_any_object_may_be_an_item(item: Any) -> None:
 def test_an_item_that_was_taken_and_not_used_is_the_next_again() -> None:
     queue = new(2, "a", "b")
     assert queue.take_nowait() == "a"
+    assert queue.take_nowait() == "b"
+    receiver = Thread(queue.wait_ready)
+    wait_until(lambda: queue.stats().receivers_waiting == 1)
+    queue.untake("b")
+    assert receiver.returned() is True
     queue.untake("a")
     assert queue.stats().taken == 0
     assert list(drain(queue)) == ["a", "b"]
@@ -344,6 +349,51 @@ def test_a_receiver_that_cannot_go_on() -> None:
     assert queue.reserve() is None
 
 
+def test_a_place_that_is_taken_while_the_receiver_breaks_off_comes_no_more() -> None:
+    queue = new()
+    failure = ValueError()
+
+    def prepare() -> None:
+        nonlocal queue
+        queue = new(2, "a")
+
+    for ticket in at_every_step(prepare, lambda: queue.reserve(), lambda: queue.break_off(failure)):
+        assert queue.is_over()
+        assert queue.failure is failure
+        if ticket is not None:
+            ticket.send("b")
+        assert queue.take_nowait() is EMPTY
+
+
+# --- bursts
+
+
+def test_who_waits_is_left_waiting_while_a_burst_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver until the queue is full, a sender until it holds one item. Not who has a time limit, and not where the queue ends."""
+    monkeypatch.setattr("prefetchshard.queues.side.BURST_SECONDS", 2 * HANG_SECONDS)
+    queue = new(3)
+    queue.in_bursts = True
+    receiver, limited = Thread(queue.wait_ready), Thread(lambda: queue.wait_ready(HANG_SECONDS))
+    wait_until(lambda: queue.stats().receivers_waiting == 2)
+    queue.put("a")
+    assert limited.returned() is True
+    queue.put("b")
+    assert queue.stats().receivers_waiting == 1
+    queue.put("c")
+    assert receiver.returned() is True
+    sender = Thread(lambda: queue.put("d"))
+    wait_until(lambda: queue.stats().senders_waiting == 1)
+    assert queue.take_nowait() == "a"
+    assert queue.stats().senders_waiting == 1
+    assert queue.take_nowait() == "b"
+    assert sender.returned() is True
+    assert list(drain(queue)) == ["c", "d"]
+    receiver = Thread(queue.wait_ready)
+    wait_until(lambda: queue.stats().receivers_waiting == 1)
+    queue.end()
+    assert receiver.returned() is False
+
+
 # --- cancelling
 
 
@@ -397,7 +447,7 @@ def test_who_sent_an_item_does_not_keep_it() -> None:
 def test_cancel_and_clear_take_no_lock() -> None:
     """A finaliser may run while its own thread holds the lock."""
     queue = new(2, "a")
-    with queue._receiving, queue._sending:  # pyright: ignore[reportPrivateUsage]
+    with queue.receivers.lock, queue.senders.lock:
         queue.cancel()
         queue.clear()
         assert queue.is_over()
@@ -569,6 +619,12 @@ def test_it_is_not_over_because_another_receiver_took_the_item() -> None:
 def test_looks_bear_what_others_do_meanwhile(look: Callable[[Any], object], act: Callable[[Any], object]) -> None:
     scene = Scene("a")
     assert list(at_every_step(scene.prepare, lambda: look(scene.queue), lambda: act(scene.queue)))
+
+
+def test_what_another_receiver_takes_meanwhile_is_not_seen_as_an_item() -> None:
+    scene = Scene("a")
+    looks = list(at_every_step(scene.prepare, lambda: scene.queue.peek_nowait(), lambda: scene.queue.take_nowait()))
+    assert set(looks) == {"a", EMPTY}
 
 
 def test_its_words() -> None:

@@ -233,7 +233,8 @@ def test_the_finaliser_takes_no_lock_and_waits_for_nobody(S: NamedSharding, monk
     gc.disable()
     try:
         del loader, cycle
-        with run.outbox._receiving, run.outbox._sending, run._inbox._queue._receiving, run._inbox._queue._sending:  # pyright: ignore[reportPrivateUsage]
+        ring = run._inbox._queue  # pyright: ignore[reportPrivateUsage]
+        with run.outbox.receivers.lock, run.outbox.senders.lock, ring.receivers.lock, ring.senders.lock:
             Thread(gc.collect).returned()  # in another thread, which would wait for the locks
             assert run.outbox.cancelled
     finally:

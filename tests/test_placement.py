@@ -355,7 +355,7 @@ def test_structures_are_compared_and_hashed() -> None:
     assert other.named == (False, True)
     assert one != "a"
     assert len({one, other, again}) == 2
-    assert (len(one), repr(one)) == (2, "Structure(a, b)")
+    assert (len(one), repr(one)) == (2, "BatchTree(a, b)")
 
 
 def test_the_same_structure_is_made_once() -> None:
@@ -445,9 +445,9 @@ def test_repr_says_where_things_go() -> None:
     def by_rank(path: str, shape: Any, dtype: Any) -> Any: ...
 
     text = repr(resolve({"a": [NamedSharding(TWO, P("data")), HOST], "b": by_rank, "c": SingleDeviceSharding(DEVICES[1])}))
-    assert text.startswith("Rules(a[0]: P('data') on the mesh {'data': 4, 'model': 2}; a[1]: ps.HOST; b: <function ")
+    assert text.startswith("ShardingRules(a[0]: P('data') on the mesh {'data': 4, 'model': 2}; a[1]: ps.HOST; b: <function ")
     assert text.endswith("; c: device 1 (cpu))")
-    assert repr(resolve(None)) == "Rules(P('data') on the mesh {'data': 8})"
+    assert repr(resolve(None)) == "ShardingRules(P('data') on the mesh {'data': 8})"
 
 
 def test_taking_a_batch_apart_is_cheap() -> None:

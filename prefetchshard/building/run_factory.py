@@ -17,16 +17,17 @@ from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.placing.device_transform import DeviceTransform
 from prefetchshard.placing.placer import Placer
-from prefetchshard.placing.transfer_loops import TransferLimits
+from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits
+from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.item_dealer import ItemDealer
-from prefetchshard.reading.reading_plan import Reader, ReadingPlan
+from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan
 from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.reading.writing import Writer
 from prefetchshard.resuming.handed_out import check_one_shot, check_rows_left, fingerprint_of, next_run, start_point_of
 from prefetchshard.resuming.replay import ReplayedSource
-from prefetchshard.running.run import Run, new_queue
+from prefetchshard.running.run import Run
 from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources import Source, recognise
 from prefetchshard.sources.asynchronous import FromThisLoop
@@ -86,8 +87,8 @@ class RunFactory:
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
         limits, now = self._limits, self._limits.now
-        queue = new_queue(now.slots, clock, held_until_release=True)
-        outbox = new_queue(now.depth, clock)
+        queue: HostQueue = BoundedQueue(now.slots, held_until_release=True, clock=clock)
+        outbox: ReadyQueue = BoundedQueue(now.depth, clock=clock)
         transfers = TransferLimits(now.in_flight, waits_apart=self._device.platform != "cpu")
 
         def fit(host_bytes: int, device_bytes: int) -> None:

@@ -35,11 +35,11 @@ class _LoopWaker:
 
 async def wait_ready(queue: BoundedQueue[T]) -> None:
     """Wait until an item can be taken or none will come. Takes nothing, so a cancelled wait loses nothing."""
-    while not queue.has_ready() and not queue.is_over():
+    while not queue.is_settled():
         waker = _LoopWaker()
         queue.receivers.park(waker)
         try:
-            if not queue.has_ready() and not queue.is_over():
+            if not queue.is_settled():
                 await waker.wait()
         finally:
             queue.receivers.leave(waker)

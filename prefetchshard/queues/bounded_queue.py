@@ -8,14 +8,13 @@ on and no item is lost. The end and a failure are fields, not items: neither can
 from __future__ import annotations
 
 import enum
-import threading
 from collections import deque
 from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from prefetchshard.base.clock import MONOTONIC, Clock
-from prefetchshard.base.waiters import Waiters
+from prefetchshard.queues.side import Side
 
 T = TypeVar("T")
 
@@ -26,11 +25,6 @@ class _Empty(enum.Enum):
 
 EMPTY: Final = _Empty.EMPTY
 EmptyType: TypeAlias = Literal[_Empty.EMPTY]
-
-
-BURST_SECONDS = 0.001
-"""How long who waits may be left out in favour of a burst. Measured with `bench/handover.py` on two cores, alternating: 1.12 to 1.19 times the
-loop by hand with bursts, 1.46 to 1.56 without."""
 
 
 class QueueStats(msgspec.Struct, frozen=True):
@@ -64,7 +58,7 @@ class Ticket(Generic[T]):
 
     def __init__(self, queue: BoundedQueue[T]) -> None:
         self._queue = queue
-        self.item: T | None = None
+        self.item: T | EmptyType = EMPTY
         self.failure: BaseException | None = None
         self.settled = False
 
@@ -72,7 +66,8 @@ class Ticket(Generic[T]):
         """Fill the place."""
         self.item = item
         self.settled = True
-        self._queue.tell_receivers()
+        queue = self._queue
+        queue.receivers.wake(burst_is_over=queue.held >= queue.capacity)
 
     def fail(self, failure: BaseException) -> None:
         """End the queue at this place: what was reserved before still comes, then the failure."""
@@ -82,7 +77,13 @@ class Ticket(Generic[T]):
 
     def withdraw(self) -> None:
         """Give the place back; the order goes on without it."""
-        self._queue.remove(self)
+        queue = self._queue
+        try:
+            queue.line.remove(self)
+        except ValueError:  # cleared meanwhile
+            return
+        queue.senders.wake()
+        queue.receivers.wake()
 
 
 class BoundedQueue(Generic[T]):
@@ -101,51 +102,39 @@ class BoundedQueue(Generic[T]):
         cancelled: nothing more is wanted; set by `cancel` alone.
         in_bursts: the items are small, so that taking turns for the interpreter's lock costs more than making them. Who waits is then left
             waiting for up to `BURST_SECONDS`, unless the queue is full or holds one item at most. May be set at any time.
-        senders: that wait for room.
-        receivers: that wait for an item, event loops too.
+        senders: that wait for room; under their lock places are reserved.
+        receivers: that wait for an item, event loops too; under their lock items are taken and released.
+        line: the places in order. What looks at it may find that others emptied it.
     """
 
     def __init__(self, capacity: int, *, held_until_release: bool = False, clock: Clock = MONOTONIC) -> None:
         self.capacity = capacity
         self.in_bursts = False
-        self.senders = Waiters()
-        self.receivers = Waiters()
-        self._lazy_senders = Waiters()
-        self._lazy_receivers = Waiters()
+        self.cancelled = False
+        # A lock each: a signal handler that interrupts a receiver while it holds its lock may close the run, and waits for the senders.
+        self.senders = Side(clock)
+        self.receivers = Side(clock)
         self._held_until_release = held_until_release
-        self._clock = clock
-        # Two locks: a signal handler that interrupts a receiver while it holds its lock may close the run, and waits for the senders.
-        self._sending = threading.Lock()  # guards who reserves, and _backpressure_seconds
-        self._receiving = threading.Lock()  # guards who takes, _unreleased, _taken and _starved_seconds
-        self._line: deque[Ticket[T]] = deque()
+        self.line: deque[Ticket[T]] = deque()
         self._unreleased = 0  # items that were taken and still hold their place
         self._taken = 0
-        self._backpressure_seconds = 0.0
-        self._starved_seconds = 0.0
-        self._ended = False
         self._refusing = False
-        self.cancelled = False
-        self._broken = False
+        self._ended = False
         self._failure: BaseException | None = None
 
     # -- sending
 
     def reserve(self) -> Ticket[T] | None:
         """Wait for room and take a place. None: nothing more is wanted."""
-        while not self._refusing:
-            if self._has_room():
-                ticket = Ticket(self)  # outside the lock: an allocation may run finalisers
-                with self._sending:
-                    if self._has_room() and not self._refusing:
-                        self._line.append(ticket)
-                        return ticket
-            began = self._clock()
-            if not (self.in_bursts and self._lazy_senders.wait(self._can_reserve, BURST_SECONDS)):
-                self.senders.wait(self._can_reserve)
-            waited = self._clock() - began
-            with self._sending:
-                self._backpressure_seconds += waited
-        return None
+        ticket = Ticket(self)  # outside the lock: an allocation may run finalisers
+        while True:
+            with self.senders.lock:
+                if self._refusing:
+                    return None
+                if self.held < self.capacity:
+                    self.line.append(ticket)
+                    return ticket
+            self.senders.wait_measured(lambda: self._refusing or self.held < self.capacity, in_bursts=self.in_bursts)
 
     def put(self, item: T) -> bool:
         """Reserve and send. False: nothing more is wanted, and the item was not taken over."""
@@ -163,188 +152,134 @@ class BoundedQueue(Generic[T]):
         self.refuse()
 
     def refuse(self) -> None:
-        """Grant no further place."""
+        """Grant no further place. Takes no lock."""
         self._refusing = True
-        self._wake_all()
-
-    def remove(self, ticket: Ticket[T]) -> None:
-        """Take a reserved place out of the order."""
-        try:
-            self._line.remove(ticket)
-        except ValueError:  # cleared meanwhile
-            return
-        self._wake_all()
+        self.senders.wake()
+        self.receivers.wake()
 
     # -- receiving
 
     def wait_ready(self, timeout_seconds: float | None = None) -> bool:
         """Wait until an item can be taken. False: none will come (see `is_over`), the time ran out, or another receiver was faster."""
-        if not self._settled():
-            began = self._clock()
-            if not (self.in_bursts and timeout_seconds is None and self._lazy_receivers.wait(self._settled, BURST_SECONDS)):
-                self.receivers.wait(self._settled, timeout_seconds, self._clock)
-            waited = self._clock() - began
-            with self._receiving:
-                self._starved_seconds += waited
+        if not self.is_settled():
+            self.receivers.wait_measured(self.is_settled, timeout_seconds, in_bursts=self.in_bursts)
         return self.has_ready()
 
     def take_nowait(self) -> T | EmptyType:
         """The next item in order, or EMPTY."""
-        ticket: Ticket[T] | None = None
+        item: T | EmptyType = EMPTY
         try:
-            with self._receiving:
-                line = self._line
-                head = _takeable(line)
-                if head is None or self.cancelled or self._broken:
+            with self.receivers.lock:
+                line = self.line
+                head = _first(line)
+                if head is None or head.item is EMPTY or self.cancelled:
                     return EMPTY
-                ticket = head  # no call, so no signal, comes between this and the end of the block
+                item = head.item  # no call, so no signal, comes between this and the end of the block
                 if self._held_until_release:
                     self._unreleased += 1  # before the item leaves the line, or a sender would see room
                 del line[0]
                 self._taken += 1
             if not self._held_until_release:
-                self._tell_senders()
+                self.senders.wake(burst_is_over=self.held <= 1)
         except BaseException:  # Ctrl-C
-            if ticket is not None:
-                self._put_back(ticket)
+            if item is not EMPTY:
+                self.untake(item)
             raise
-        item, ticket.item = ticket.item, None  # whoever sent it may keep the ticket
-        return item  # pyright: ignore[reportReturnType] - a settled ticket without failure holds an item
+        head.item = EMPTY  # whoever sent it may keep the ticket
+        return item
 
     def peek_nowait(self) -> T | EmptyType:
         """The next item in order, left where it is, or EMPTY."""
-        head = _takeable(self._line)
-        return EMPTY if head is None or self.cancelled or self._broken else head.item  # pyright: ignore[reportReturnType] - as above
+        head = _first(self.line)
+        return EMPTY if head is None or self.cancelled else head.item
 
     def untake(self, item: T) -> None:
         """Put an item back that was taken and not used: it is the next one again."""
         ticket = Ticket(self)
         ticket.item = item
         ticket.settled = True
-        self._put_back(ticket)
-
-    def _put_back(self, ticket: Ticket[T]) -> None:
-        with self._receiving:
+        with self.receivers.lock:
             self._taken -= 1
             self._unreleased -= self._held_until_release
-            self._line.appendleft(ticket)
-        self._wake_all()
+            self.line.appendleft(ticket)
+        self.receivers.wake()
 
     def break_off(self, failure: BaseException) -> None:
         """The receiver cannot go on: the failure comes next, and what was sent comes no more."""
         self._failure = failure
         self._ended = True
-        self._broken = True
-        self._line = deque()
+        self.line = deque(maxlen=0)  # keeps nothing: a sender may just be taking one more place
         self.refuse()
-
-    def forget_failure(self) -> None:
-        """Whoever took the failure keeps it; its traceback, once it was raised there, leads to the receiver."""
-        self._failure = None
 
     def release(self) -> None:
         """What an item taken earlier held is free again."""
-        with self._receiving:
+        with self.receivers.lock:
             self._unreleased -= 1
-        self._tell_senders()
+        self.senders.wake(burst_is_over=self.held <= 1)
 
     def cancel(self) -> None:
         """Nothing more is wanted: every waiter returns. Never blocks, takes no lock, drops nothing by itself."""
         self.cancelled = True
-        self._refusing = True
-        self._wake_all()
+        self.refuse()
 
     def clear(self) -> None:
-        """Drop what a cancelled queue still holds. Takes no lock."""
-        line, self._line = self._line, deque()
+        """Drop what a queue that is over, or cancelled, still holds, its failure too. Takes no lock."""
+        line, self.line = self.line, deque(maxlen=0)  # as above
+        self._ended = True
         self._failure = None
         for ticket in list(line):
             ticket.failure = None  # its traceback leads to the ticket
 
-    # -- waking
-
-    def tell_receivers(self) -> None:
-        """An item was sent."""
-        self.receivers.wake()
-        if self._lazy_receivers.parked and len(self._line) + self._unreleased >= self.capacity:
-            self._lazy_receivers.wake()
-
-    def _tell_senders(self) -> None:
-        self.senders.wake()
-        if self._lazy_senders.parked and len(self._line) + self._unreleased <= 1:
-            self._lazy_senders.wake()
-
-    def _wake_all(self) -> None:
-        """Takes no lock."""
-        for waiters in (self.senders, self._lazy_senders, self.receivers, self._lazy_receivers):
-            waiters.wake()
-
     # -- looking
+
+    @property
+    def held(self) -> int:
+        """Items reserved and not yet released."""
+        return len(self.line) + self._unreleased
 
     def has_ready(self) -> bool:
         """Whether an item can be taken at once."""
-        return not self.cancelled and not self._broken and _takeable(self._line) is not None
+        head = _first(self.line)
+        return head is not None and head.item is not EMPTY and not self.cancelled
+
+    def is_settled(self) -> bool:
+        """Whether there is nothing to wait for: an item can be taken, or none will come."""
+        head = _first(self.line)
+        return self.cancelled or (self._ended if head is None else head.settled)
 
     def is_over(self) -> bool:
         """Whether nothing will come any more, whoever takes: it ended, failed or was cancelled."""
-        if self._broken:  # a sender may just have taken one more place
-            return True
         ended = self._ended  # before the look at the line: the last item is sent before the end is said
-        try:
-            head = self._line[0]
-        except IndexError:
-            return ended or self.cancelled
-        return (head.settled and head.failure is not None) or self.cancelled
+        head = _first(self.line)
+        return self.cancelled or (ended if head is None else head.failure is not None)
 
     @property
     def failure(self) -> BaseException | None:
         """Why it is over, where a failure ended it and everything before the failure was taken."""
-        if self._broken:
-            return self._failure
-        try:
-            head = self._line[0]
-        except IndexError:
-            return self._failure if self._ended else None
-        return head.failure if head.settled else None
+        head = _first(self.line)
+        return self._failure if head is None else head.failure
 
     def stats(self) -> QueueStats:
         """One look at the queue."""
-        line = list(self._line)
-        ready = sum(1 for ticket in line if ticket.settled and ticket.failure is None)
+        line = list(self.line)
         return QueueStats(
             self.capacity,
             len(line) + self._unreleased,
-            ready,
+            sum(ticket.item is not EMPTY for ticket in line),
             self._taken,
-            len(self.senders) + len(self._lazy_senders),
-            len(self.receivers) + len(self._lazy_receivers),
-            self._backpressure_seconds,
-            self._starved_seconds,
+            self.senders.waiting,
+            self.receivers.waiting,
+            self.senders.waited_seconds,
+            self.receivers.waited_seconds,
         )
-
-    def _has_room(self) -> bool:
-        return len(self._line) + self._unreleased < self.capacity
-
-    def _can_reserve(self) -> bool:
-        return self._refusing or self._has_room()
-
-    def _settled(self) -> bool:
-        if self.cancelled or self._broken:
-            return True
-        try:
-            return self._line[0].settled
-        except IndexError:
-            return self._ended
 
     def __repr__(self) -> str:
         words = [word for word, so in (("cancelled", self.cancelled), ("ended", self._ended), ("failed", self.failure is not None)) if so]
-        return f"<BoundedQueue {len(self._line) + self._unreleased} of {self.capacity}{''.join(', ' + word for word in words)}>"
+        return f"<BoundedQueue {self.held} of {self.capacity}{''.join(', ' + word for word in words)}>"
 
 
-def _takeable(line: deque[Ticket[T]]) -> Ticket[T] | None:
-    """The head of the line, where it has an item."""
+def _first(line: deque[Ticket[T]]) -> Ticket[T] | None:
     try:
-        head = line[0]
+        return line[0]
     except IndexError:
         return None
-    return head if head.settled and head.failure is None else None

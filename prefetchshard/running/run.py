@@ -9,9 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from typing import Any
 
-from prefetchshard.base.clock import Clock
 from prefetchshard.base.errors import PrefetchWarning, UsedUpError
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.threads import run_uncut
@@ -19,7 +17,6 @@ from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits, transfer_bodies
-from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.reading_plan import Reader
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.running import at_exit
@@ -214,7 +211,3 @@ class Run:
         return self.recorder.stats(
             workers=self._workers, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats()
         )
-
-
-def new_queue(capacity: int, clock: Clock, *, held_until_release: bool = False) -> BoundedQueue[Any]:
-    return BoundedQueue(capacity, held_until_release=held_until_release, clock=clock)

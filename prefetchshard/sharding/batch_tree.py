@@ -65,7 +65,7 @@ class BatchTree:
         return hash(self.paths)
 
     def __repr__(self) -> str:
-        return f"Structure({', '.join(path or '(the batch itself)' for path in self.paths)})"
+        return f"BatchTree({', '.join(path or '(the batch itself)' for path in self.paths)})"
 
 
 def leaf_paths(node: Any, above: tuple[Any, ...] = ()) -> list[str]:

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-RowSlice = tuple[int, int]
-"""Rows `start` up to, not including, `stop`."""
-
-
 class ProcessShard(NamedTuple):
     """The part of the rows that a process reads: shard `index` of `count` equal ones. Processes with the same index read the same rows."""
 
@@ -131,19 +127,6 @@ def row_split(sharding: Sharding) -> int:
     raise ConfigError(f"{sharding} does not say into how many pieces it splits axis 0; use a NamedSharding")
 
 
-def row_slices(sharding: Sharding, rows: int, ndim: int = 1) -> tuple[RowSlice, ...]:
-    """The distinct row ranges that the devices of this process hold, in order.
-
-    Args:
-        sharding: the sharding of an array of `ndim` axes.
-        rows: global rows, a multiple of `split_count(sharding, ndim)`.
-        ndim: axes of the array.
-    """
-    shape = (rows, *(split_count(sharding, ndim, axis) for axis in range(1, ndim)))
-    indices = _addressable(sharding, shape).values()
-    return tuple(sorted({index[0].indices(rows)[:2] for index in indices}))
-
-
 def process_data_shard(mesh: Mesh, spec: PartitionSpec) -> ProcessShard:
     """The part of the rows that this process reads, for sources that are sharded by index and count.
 
@@ -212,10 +195,6 @@ def is_on_cpu(sharding: OnDevices) -> bool:
 def index_map(sharding: OnDevices, shape: tuple[int, ...]) -> Mapping[Device, Index]:
     """The slice of an array that each device holds."""
     return sharding.devices_indices_map(shape)
-
-
-def _addressable(sharding: Any, shape: tuple[int, ...]) -> Mapping[Device, Index]:
-    return sharding.addressable_devices_indices_map(shape)
 
 
 def mesh_of(sharding: NamedSharding) -> Mesh:

@@ -163,7 +163,7 @@ class ShardingRules:
 
     def __repr__(self) -> str:
         each = zip(self._keys, self._rules, strict=True)
-        return f"Rules({'; '.join(f'{path_text(keys)}: {_rule_text(rule)}' if keys else _rule_text(rule) for keys, rule in each)})"
+        return f"ShardingRules({'; '.join(f'{path_text(keys)}: {_rule_text(rule)}' if keys else _rule_text(rule) for keys, rule in each)})"
 
 
 class _Scope(NamedTuple):

@@ -63,9 +63,14 @@ class BatchCopying:
         plan, writer = self._plan, self._writer
         # The first batch is looked at in this thread
         goes_on = not plan.reuses_buffers or (self.helpers > 0 and writer.has_plan and are_unshared(leaves))
+        is_slow = goes_on and self.helpers > 0 and took > HAND_OVER_SECONDS
+        if is_slow and writer.plain_bytes(leaves, tree) < SHARE_BYTES:  # making its memory is work for the worker too
+            span.end()
+            batch.expect(1)
+            self._jobs.put(Part(batch, 0, 1, work=partial(writer.write_whole, batch, leaves, tree)))
+            return
         kept = writer.open_whole(batch, leaves, tree)
         nbytes = 0 if batch.plan is None else batch.plan.layout.nbytes
-        is_slow = goes_on and self.helpers > 0 and took > HAND_OVER_SECONDS
         shares = self._choose_shares(batch, nbytes, goes_on, took)
         if is_slow and nbytes:
             shares = max(1, shares)

@@ -169,8 +169,7 @@ class Worker:
         self._write_whole(part.batch, item)
 
     def _write_whole(self, batch: OpenBatch, item: Any) -> None:
-        leaves, tree = self._writer.flatten(item)
-        self._writer.copy_share(batch, self._writer.open_whole(batch, leaves, tree))
+        self._writer.write_whole(batch, *self._writer.flatten(item))
 
     # -- the end of a batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -70,6 +71,15 @@ class Writer:
     def has_plan(self) -> bool:
         """Whether a whole batch was planned before."""
         return self._recent is not None
+
+    def plain_bytes(self, leaves: list[Any], tree: BatchTree) -> float:
+        """Bytes of a batch like the one before that only has to be copied; infinite for any other."""
+        plan = self._recent
+        return plan.layout.nbytes if plan is not None and tree is plan.tree and plan.is_plain_for(leaves) else math.inf
+
+    def write_whole(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree) -> None:
+        """Plan a batch that the source or `collate` made, and copy it."""
+        self.copy_share(batch, self.open_whole(batch, leaves, tree))
 
     def open_whole(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree) -> list[Any]:
         """Plan a batch that the source or `collate` made, and take its memory. Returns what `copy_share` copies."""

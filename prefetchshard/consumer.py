@@ -24,7 +24,7 @@ class Consumer:
         factory: of the loader.
 
     Attributes:
-        run: its threads and queues; not started.
+        run: its threads and queues; `Loader` starts it.
         handed_out: the loader keeps it when the run is gone.
 
     Thread safety: every method may be called from any thread.

@@ -19,7 +19,7 @@ from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.sharding.rules import resolve
-from prefetchshard.staging.aliased import FreshStaging
+from prefetchshard.staging.layout import FreshStaging
 from support import Thread
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import prefetchshard as ps
-from prefetchshard.staging.aliased import ALIGNMENT, SIZES_KEPT, SMALL_BYTES, AliasedStaging, FreshStaging, Layout, Staging
+from prefetchshard.staging.aliased import SIZES_KEPT, AliasedStaging
+from prefetchshard.staging.layout import ALIGNMENT, SMALL_BYTES, FreshStaging, Layout, Staging
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU backend alone aliases NumPy memory")
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from prefetchshard.placing.placer import Placer
-from prefetchshard.staging.aliased import ALIGNMENT, Layout
+from prefetchshard.staging.layout import ALIGNMENT, Layout
 from prefetchshard.testing import (
     POISON,
     ManualClock,

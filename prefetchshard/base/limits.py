@@ -8,6 +8,9 @@ import msgspec
 
 from prefetchshard.base.errors import ConfigError
 
+MOST_IN_FLIGHT = 3
+"""Transfers under way at once: while the loop waits for one the next is under way already, and a third covers the wake-up between."""
+
 _UNITS = {
     "": 1,
     "B": 1,

@@ -8,10 +8,11 @@ from typing import Any
 
 from prefetchshard.base.config import Settings
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits
 from prefetchshard.leaves.copying import private_copy
 from prefetchshard.ordering.epoch_order import EpochOrder
-from prefetchshard.reading.reading_plan import MOST_IN_FLIGHT, cpu_count
+from prefetchshard.reading.reading_plan import cpu_count
 from prefetchshard.sharding.batch_tree import in_brackets, leaf_paths
 from prefetchshard.sources import Source
 

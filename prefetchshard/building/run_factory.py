@@ -32,7 +32,7 @@ from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources import Source, recognise
 from prefetchshard.sources.asynchronous import FromThisLoop
 from prefetchshard.sources.iterables import set_epoch
-from prefetchshard.staging.aliased import Staging
+from prefetchshard.staging.layout import Staging
 from prefetchshard.staging.pinned import choose_staging
 
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from prefetchshard.base.clock import Clock
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.queues.bounded_queue import QueueStats
-from prefetchshard.staging.aliased import StagingStats
+from prefetchshard.staging.layout import StagingStats
 
 Stage: TypeAlias = Literal["reading", "transforming", "collating", "planning", "copying", "batching", "finishing", "placing"]
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from prefetchshard.queues.bounded_queue import QueueStats
-from prefetchshard.staging.aliased import StagingStats
+from prefetchshard.staging.layout import StagingStats
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from prefetchshard.sharding.meshes import axis_names, axis_size, devices_of, is_
 from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.device_arrays import DeviceArrays
-from prefetchshard.staging.aliased import aligned_bytes, nbytes_of
+from prefetchshard.staging.layout import aligned_bytes, nbytes_of
 
 PADDING = -1
 """The row number of padding."""

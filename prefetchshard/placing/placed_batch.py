@@ -1,4 +1,4 @@
-"""A batch whose transfer was dispatched."""
+"""A batch whose transfer is done."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from prefetchshard.base.specs import LeafSpec
 
 
 class PlacedBatch:
-    """A batch whose transfer was dispatched.
+    """A batch whose transfer is done.
 
     Attributes:
-        batch: what the consumer gets; `jax.Array` leaves may still be on their way.
+        batch: what the consumer gets; `device_transform` may still be running on it.
         position: where it stands in the data.
         ready_at: when its transfer was done, seconds of the run's clock.
         bytes: of its leaves that were transferred, each counted once.

@@ -121,7 +121,8 @@ class Placer:
             leaves.append(step_value(host.position.step))
             shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
-        span = Span(self._recorder, "placing", host.epoch, host.position.first_row)
+        row = host.position.first_row if host.examples is not None else host.position.after.batches - 1
+        span = Span(self._recorder, "placing", host.epoch, row)
         is_late = host.plan.has_device_leaves and any(type(leaf) is Deferred for leaf in leaves)
         arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)
         step = arrays.pop() if wants_key else None if self._device_transform is None else step_value(host.position.step)

@@ -1,4 +1,4 @@
-"""The only calls that move data to devices."""
+"""The calls that move a batch to its devices."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.base.position import EpochEnd, Position
 from prefetchshard.planning.plan import MASK, HostPlan, Plan
-from prefetchshard.staging.aliased import Staging
+from prefetchshard.staging.layout import Staging
 
 
 class SourceMark:

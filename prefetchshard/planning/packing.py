@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from prefetchshard.base.jax_types import jit, reshape, with_sharding_constraint
 from prefetchshard.sharding.leaf_sharding import replicated_like
 from prefetchshard.sharding.meshes import devices_of
-from prefetchshard.staging.aliased import Layout
+from prefetchshard.staging.layout import Layout
 
 LEAST_LEAVES = {"gpu": 8, "tpu": 8}
 """From so many small leaves on it pays, by platform. Not on the CPU backend, where a transfer is no more than a few references and

@@ -24,7 +24,7 @@ from prefetchshard.leaves.narrowing import narrows
 from prefetchshard.planning.packing import find_packing
 from prefetchshard.sharding.batch_tree import BatchTree
 from prefetchshard.sharding.leaf_sharding import rows_like, with_leading_axis
-from prefetchshard.staging.aliased import Layout
+from prefetchshard.staging.layout import Layout
 
 Shape = tuple[int, ...]
 DType = np.dtype[Any]
@@ -55,7 +55,6 @@ class Leaf:
         has_rows: whether axis 0 is the rows of the batch.
         sharding: where it goes, or HOST; HOST before it is placed.
         padding: what fills its padding rows; None without padding.
-        is_plain: its leaves are NumPy arrays that only have to be copied.
         refusal: why no device can hold it; raised unless its rule keeps it on the host.
         example: the shape of one example, where the batch is made of examples.
         is_narrowed: whether values could be lost on the way to the devices.
@@ -90,7 +89,7 @@ class HostPlan:
     Attributes:
         tree: the containers of the batch.
         leaves: in the order of the tree.
-        rows: of the batch; None where the leaves have no rows in common.
+        rows: that it has room for, `batch_size` where it is made of examples; None where the leaves have no rows in common.
         staged: indices of the leaves in staging memory, in the order of the memory's views.
         layout: of the staging memory.
         is_made: the source or `collate` made the batch; else it is made of examples, which are its rows.

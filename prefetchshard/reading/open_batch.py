@@ -12,7 +12,7 @@ from prefetchshard.leaves.on_host import blank
 from prefetchshard.planning.host_batch import HostBatch, ReadFailure
 from prefetchshard.planning.plan import HostPlan, Kind
 from prefetchshard.reading.reading_plan import HostTicket
-from prefetchshard.staging.aliased import Staging
+from prefetchshard.staging.layout import Staging
 
 
 class OpenBatch:

@@ -21,9 +21,6 @@ ReadItem: TypeAlias = HostBatch | EpochMark
 HostQueue: TypeAlias = BoundedQueue[ReadItem]
 HostTicket: TypeAlias = Ticket[ReadItem]
 
-MOST_IN_FLIGHT = 3
-"""Transfers under way at once: while the loop waits for one the next is under way already, and a third covers the wake-up between."""
-
 
 def cpu_count() -> int:
     """The CPUs that this process may use."""

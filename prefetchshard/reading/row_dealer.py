@@ -6,12 +6,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
 from prefetchshard.reading.open_batch import OpenBatch
-from prefetchshard.reading.reading_plan import MOST_IN_FLIGHT, Part, ReadingPlan
+from prefetchshard.reading.reading_plan import Part, ReadingPlan
 from prefetchshard.reading.worker import Worker
 from prefetchshard.reading.writing import Writer
 from prefetchshard.sharding.batch_tree import BatchTree

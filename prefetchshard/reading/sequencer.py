@@ -19,7 +19,7 @@ from prefetchshard.planning.planner import Planner
 from prefetchshard.queues.bounded_queue import EMPTY, EmptyType, QueueStats
 from prefetchshard.reading.reading_plan import HostQueue
 from prefetchshard.sharding.batch_tree import BatchTree, in_brackets
-from prefetchshard.staging.aliased import Staging
+from prefetchshard.staging.layout import Staging
 
 Decided: TypeAlias = deque[HostBatch]
 

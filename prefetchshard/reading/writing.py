@@ -19,7 +19,7 @@ from prefetchshard.planning.planner import Planner
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.sharding.batch_tree import BatchTree
 from prefetchshard.sources.arrays import Rows, gather
-from prefetchshard.staging.aliased import Staging
+from prefetchshard.staging.layout import Staging
 
 LEAST_SHARED_BYTES = 1 << 20
 """A smaller leaf of a batch that is copied in shares goes with the first of them."""

@@ -43,7 +43,7 @@ class HandedOut:
 
 
 def state_at(start: StartPoint, fingerprint: Fingerprint) -> LoaderState:
-    """The state of a run that has delivered no batch yet."""
+    """The state of a run whose next batch begins here."""
     return LoaderState(**msgspec.structs.asdict(start), fingerprint=fingerprint)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from prefetchshard.base.memory import AnyArray
 
 SAMPLED_ITEMS = 8
-"""The number of items hashed per batch; hashing one costs microseconds."""
+"""About the number of items hashed per batch, fewer than twice as many; hashing one costs microseconds."""
 SAMPLED_BYTES = 512
 """The number of bytes hashed per item, over all its leaves: enough to cover nearly every row of a batch."""
 _LEAVES = 8

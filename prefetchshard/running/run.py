@@ -23,7 +23,7 @@ from prefetchshard.running import at_exit
 from prefetchshard.running.before_3_14 import note_consumer
 from prefetchshard.running.closing import close_runs
 from prefetchshard.running.thread_group import THREAD_PREFIX, ThreadGroup
-from prefetchshard.staging.aliased import Staging
+from prefetchshard.staging.layout import Staging
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from jax.sharding import SingleDeviceSharding
 
 from prefetchshard.base.jax_types import block_until_ready, device_put
 from prefetchshard.base.memory import AnyArray, Memory
-from prefetchshard.staging.aliased import AliasedStaging, FreshStaging, Layout, Staging, StagingStats, views_of
+from prefetchshard.staging.aliased import AliasedStaging
+from prefetchshard.staging.layout import FreshStaging, Layout, Staging, StagingStats, views_of
 
 _log = logging.getLogger(__name__)
 

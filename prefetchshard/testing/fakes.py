@@ -16,7 +16,7 @@ from prefetchshard.base.jax_types import devices
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.building import run_factory as building
 from prefetchshard.placing.transfer_loops import TransferLimits
-from prefetchshard.staging.aliased import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
+from prefetchshard.staging.layout import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
 
 MakeStaging: TypeAlias = Callable[[Any, int], Staging]
 """Makes a ring for one of the devices and a number of slots."""

@@ -266,6 +266,52 @@ def test_collate_fails(kind: str, fault: str, S: NamedSharding) -> None:
     )
 
 
+def test_collate_fails_on_a_padded_batch_and_the_note_names_its_rows(R: NamedSharding) -> None:
+    def collate(rows: Any) -> Any:
+        if len(rows) < 4:
+            raise ValueError("too few")
+        return np.asarray(rows)
+
+    iterator = iter(ps.Loader(list(np.arange(6, dtype=np.int32)), R, batch_size=4, collate=collate, remainder="pad"))
+    next(iterator)
+    with pytest.raises(ValueError, match="too few") as caught:
+        next(iterator)
+    assert notes(caught.value) == ["prefetchshard: while collating batch 1 (epoch 0, rows 4 to 5 of the epoch)"]
+
+
+def test_a_transform_that_fails_on_a_dropped_remainder_ends_no_run_early(R: NamedSharding) -> None:
+    """Whether it is seen depends on when the source ends; a run that goes on has all of its batches."""
+
+    def transform(row: Any) -> Any:
+        if row == 9:
+            raise ValueError("row 9")
+        return row
+
+    for _ in range(20):
+        got = 0
+        try:
+            for _ in ps.Loader(lambda: iter(np.arange(10, dtype=np.int32)), R, batch_size=4, transform=transform, epochs=3, workers=2):
+                got += 1
+        except ValueError:
+            continue
+        assert got == 6
+
+
+def test_what_transform_made_of_a_last_batch_is_blamed_on_it(R: NamedSharding) -> None:
+    rows = [np.arange(4), np.arange(4)]
+    seen: list[int] = []
+
+    def transform(batch: Any) -> Any:
+        seen.append(1)
+        return batch if len(seen) < 2 else batch + 2**40
+
+    iterator = iter(ps.Loader(iter(rows), R, transform=transform, workers=1))
+    next(iterator)
+    with pytest.raises(ps.NarrowingError) as caught:
+        next(iterator)
+    assert any("while batching batch 1" in note for note in notes(caught.value))
+
+
 @every_fault
 def test_device_transform_fails(fault: str, S: NamedSharding) -> None:
     if fault == "frozen":

@@ -22,14 +22,14 @@ def test_each_stage_gets_the_time_until_the_next_one() -> None:
     clock = ManualClock()
     recorder = Recorder(clock)
     span = Span(recorder, "reading", 0, 8)
-    clock.advance(1.0)
-    assert span.enter("transforming") == 1.0
-    clock.advance(2.0)
+    clock.advance(0.25 / 64)
+    assert span.enter("transforming") == 0.25 / 64
+    clock.advance(0.5 / 64)
     span.enter("reading")
-    clock.advance(4.0)
+    clock.advance(1.0 / 64)
     assert spent(recorder) == {}  # a span is added when it ends
-    assert span.end() == 7.0
-    assert spent(recorder) == {"reading": 5.0, "transforming": 2.0}
+    assert span.end() == 1.75 / 64
+    assert spent(recorder) == {"reading": 1.25 / 64, "transforming": 0.5 / 64}
     assert span.entered_at == clock()
 
 
@@ -69,3 +69,43 @@ def test_a_run_says_at_debug_what_took_longest(S: NamedSharding, caplog: pytest.
     (line,) = (record.getMessage() for record in caplog.records if "has ended" in record.getMessage())
     for stage in ("reading", "transforming", "batching", "placing"):
         assert f"{stage} 0." in line
+
+
+def test_a_long_span_hands_over_what_it_has_so_far() -> None:
+    clock = ManualClock()
+    recorder = Recorder(clock)
+    span = Span(recorder, "reading", 0, 0)
+    for _ in range(3):
+        clock.advance(1.0)
+        span.enter("reading")
+        clock.advance(0.01)
+        span.enter("batching")
+    assert sum(spent(recorder).values()) == pytest.approx(3.02)  # but for the last stage, which was short
+    assert span.end() == pytest.approx(3.03)
+    assert sum(spent(recorder).values()) == pytest.approx(3.03)  # nothing twice
+    assert recorder.longest["reading"] == (pytest.approx(spent(recorder)["reading"]), 0, 0)
+
+
+@pytest.mark.parametrize("ends", ["raises", "ends"])
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("transform", [None, lambda item: item], ids=["plain", "transform"])
+def test_the_seconds_of_a_pull_count_however_it_comes_out(
+    S: NamedSharding, R: NamedSharding, monkeypatch: pytest.MonkeyPatch, ends: str, batch_size: int | None, transform: Any
+) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr("prefetchshard.loader.MONOTONIC", clock)
+
+    def source() -> Any:
+        clock.advance(1.0)
+        yield np.zeros(8, np.float32)
+        clock.advance(2.0)
+        if ends == "raises":
+            raise ValueError("no more")
+
+    iterator = iter(ps.Loader(source(), S if batch_size is None else R, batch_size=batch_size, transform=transform))
+    if ends == "raises":
+        with pytest.raises(ValueError, match="no more"):
+            list(iterator)
+    else:
+        list(iterator)
+    assert iterator.stats().source_seconds == 3.0

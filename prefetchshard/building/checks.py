@@ -61,7 +61,7 @@ def check_rows(rules: ShardingRules, settings: Settings, batch_size: int | None)
         raise ConfigError(f"microbatches={k}: batch_size={batch_size} cannot be cut into {k} equal pieces")
     if split is not None and (batch_size // k) % split:
         pieces = f"each of the {k} microbatches has {batch_size // k} rows" if k > 1 else f"batch_size={batch_size}"
-        raise ConfigError(f"{pieces}, and the sharding {rules!r} cuts the rows into {split}: use a multiple of {split * k}")
+        raise ConfigError(f"{pieces}, and the sharding {rules} cuts the rows into {split}: use a multiple of {split * k}")
 
 
 def check_endless(source: Source, settings: Settings, order: EpochOrder | None) -> None:

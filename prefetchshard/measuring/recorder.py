@@ -14,6 +14,10 @@ from prefetchshard.staging.layout import StagingStats
 Stage: TypeAlias = Literal["reading", "transforming", "collating", "planning", "copying", "batching", "finishing", "placing"]
 
 
+ADD_SECONDS = 0.05
+"""A span that goes on hands over what it has so far when this has passed, so that `stats()` need not wait for a slow batch."""
+
+
 class Span:
     """The work of one thread on a batch, or on a part of it, stage after stage. Thread safety: one thread at a time.
 
@@ -26,9 +30,12 @@ class Span:
     Attributes:
         stage: the present one.
         entered_at: when it was entered, seconds of the recorder's clock; when the span ended, once it did.
+        seconds: in each stage so far.
+        added: those that the recorder has.
+        added_at: when it got them.
     """
 
-    __slots__ = ("_clock", "_recorder", "entered_at", "epoch", "row", "seconds", "stage")
+    __slots__ = ("_clock", "_recorder", "added", "added_at", "began_at", "entered_at", "epoch", "row", "seconds", "stage")
 
     def __init__(self, recorder: Recorder, stage: Stage, epoch: int, row: int) -> None:
         self._recorder = recorder
@@ -37,7 +44,8 @@ class Span:
         self.epoch = epoch
         self.row = row
         self.stage: Stage = stage
-        self.entered_at = recorder.clock()
+        self.added: dict[Stage, float] = {}
+        self.began_at = self.added_at = self.entered_at = recorder.clock()
 
     def enter(self, stage: Stage) -> float:
         """Leave the present stage for another one. Returns the seconds since the present one was entered."""
@@ -46,6 +54,8 @@ class Span:
         self.seconds[self.stage] += took
         self.stage = stage
         self.entered_at = now
+        if now - self.added_at > ADD_SECONDS:
+            self._recorder.add(self)
         return took
 
     def end(self) -> float:
@@ -53,7 +63,8 @@ class Span:
         now = self._clock()
         self.seconds[self.stage] += now - self.entered_at
         self.entered_at = now
-        return self._recorder.add(self)
+        self._recorder.add(self)
+        return now - self.began_at
 
 
 class Recorder:
@@ -85,16 +96,15 @@ class Recorder:
         self.first_next_at: float | None = None
         self.last_next_at = 0.0
 
-    def add(self, span: Span) -> float:
-        """Add the seconds of a span. Returns their sum."""
-        total = 0.0
+    def add(self, span: Span) -> None:
+        """Add those seconds of a span that are not added yet."""
         with self._lock:
             for stage, took in span.seconds.items():
-                total += took
-                self.seconds[stage] += took
+                self.seconds[stage] += took - span.added.get(stage, 0.0)
                 if stage not in self.longest or took > self.longest[stage][0]:
                     self.longest[stage] = took, span.epoch, span.row
-        return total
+        span.added = span.seconds.copy()
+        span.added_at = span.entered_at
 
     def count(self, *, dropped: int = 0, padded: int = 0, replayed: int = 0) -> None:
         """Add rows, or items, from any thread."""

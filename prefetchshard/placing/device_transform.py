@@ -16,8 +16,8 @@ from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.jax_types import TreeDef, is_subdtype, jit, tree_flatten
 from prefetchshard.base.signatures import takes_parameter
 
-MOST_COMPILED = 64
-"""Shapes that never come back must not pile up."""
+MOST_COMPILED = 1024
+"""Shapes that never come back must not pile up. Far more than the shapes of bucketed text: compiling one anew takes a tenth of a second."""
 
 
 @jax.tree_util.register_pytree_node_class

@@ -47,13 +47,14 @@ class HostBatch:
         is_last: whether the source has no item after it in this epoch; None where that is not known.
         mark: what leads back to the place after it; None where rows are found by number.
         fault: why it does not fit the devices; raised unless it is left out.
+        fault_stage: in which stage that was seen.
         plan: how it is placed and put together again.
         position: where it stands in the data.
         mask: `(rows,)` of bool, False where a row is padding; None where the plan has no mask on the devices.
     """
 
     __slots__ = (
-        "end", "epoch", "examples", "fault", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows",
+        "end", "epoch", "examples", "fault", "fault_stage", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows",
     )  # fmt: skip
     host_plan: HostPlan
     rows: int
@@ -67,6 +68,7 @@ class HostBatch:
         self.is_last: bool | None = None
         self.mark: SourceMark | None = None
         self.fault: Exception | None = None
+        self.fault_stage = "reading"
         self.memory: Memory | None = None
         self.passed: dict[int, Any] = {}
         self.mask: AnyArray | None = None

@@ -224,8 +224,8 @@ class BoundedQueue(Generic[T]):
 
     def clear(self) -> None:
         """Drop what a queue that is over, or cancelled, still holds, its failure too. Takes no lock."""
+        self._ended = True  # first: who finds the line empty must not wait
         line, self.line = self.line, deque(maxlen=0)  # as above
-        self._ended = True
         self._failure = None
         for ticket in list(line):
             ticket.failure = None  # its traceback leads to the ticket

@@ -167,20 +167,22 @@ class ItemDealer:
         span = Span(self._plan.recorder, "reading", batch.host.epoch, batch.first_row)
         writer = self._writer.examples(batch, 0, size)
         row = 0
-        for row in range(size):
-            span.enter("reading")
-            item = source.pull(row, size)
-            span.enter("batching")
-            if item is END or cancelled.cancelled:
-                break
-            if row == 0:
-                self._goes_on()
-            writer.write(item)
-        else:
-            row = size
-        if row == size or self._plan.pads:  # what is dropped need not fit
-            writer.finish()
-        span.end()
+        try:
+            for row in range(size):
+                span.enter("reading")
+                item = source.pull(row, size)
+                span.enter("batching")
+                if item is END or cancelled.cancelled:
+                    break
+                if row == 0:
+                    self._goes_on()
+                writer.write(item)
+            else:
+                row = size
+            if row == size or self._plan.pads:  # what is dropped need not fit
+                writer.finish()
+        finally:
+            span.end()
         return row
 
     def _fill_by_workers(self, batch: OpenBatch, size: int) -> int:
@@ -190,21 +192,23 @@ class ItemDealer:
         chunk: list[Any] = []
         span = Span(self._plan.recorder, "reading", batch.host.epoch, batch.first_row)
         row = 0
-        for row in range(size):
-            span.enter("reading")
-            item = self._source.pull(row, size)
-            if item is END or self._plan.out.cancelled:
-                break
-            if row == 0:
-                self._goes_on()
-            span.enter("copying")
-            chunk.append(self._keep(item))
-            if len(chunk) == run:
-                self._hand_over(batch, chunk, row + 1)
-                chunk = []
-        else:
-            row = size
-        span.end()
+        try:
+            for row in range(size):
+                span.enter("reading")
+                item = self._source.pull(row, size)
+                if item is END or self._plan.out.cancelled:
+                    break
+                if row == 0:
+                    self._goes_on()
+                span.enter("copying")
+                chunk.append(self._keep(item))
+                if len(chunk) == run:
+                    self._hand_over(batch, chunk, row + 1)
+                    chunk = []
+            else:
+                row = size
+        finally:
+            span.end()
         self._hand_over(batch, chunk, row)
         return row
 
@@ -236,8 +240,8 @@ class ItemDealer:
             batch.host.end.settle(True)
             self._complete(batch)
             left, ticket = 0, self._plan.out.reserve()
-        elif count:
-            batch.discard()
+        elif count and not batch.discard():
+            return False
         if ticket is None:
             return False
         ticket.send(EpochMark(batch.host.epoch, left, paths))
@@ -256,6 +260,8 @@ class ItemDealer:
             try:
                 item = source.pull(0, 1)
                 took = span.enter("reading")
+                if plan.out.cancelled or item is END:
+                    span.end()
                 if plan.out.cancelled:
                     ticket.withdraw()
                     return False
@@ -267,8 +273,10 @@ class ItemDealer:
                 if self._has_functions:
                     self._goes_on()
                     batch.expect(1)
+                    part = Part(batch, 0, 1, items=[self._keep(item)])
                     span.end()
-                    self._jobs.put(Part(batch, 0, 1, items=[self._keep(item)]))
+                    self._jobs.put(part)
+                    del part
                     del item
                 else:
                     flat = self._writer.flatten(item)
@@ -276,6 +284,7 @@ class ItemDealer:
                     self._copying.copy(batch, *flat, span, took)
                     del flat  # the source may use its memory for the next one
             except BaseException as error:  # noqa: BLE001 - as above
+                span.end()
                 batch.fail(error, "reading")
                 return False
             number += 1

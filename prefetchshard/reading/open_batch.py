@@ -119,8 +119,9 @@ class OpenBatch:
         if self._settle():
             self.ticket.fail(ReadFailure(error, stage, self.host.epoch, rows=rows))
 
-    def discard(self) -> None:
-        """The batch is not wanted. Its memory goes back with its last part."""
-        self._settle()
+    def discard(self) -> bool:
+        """The batch is not wanted. Its memory goes back with its last part. False: it had failed before, so its ticket is used."""
+        had_not_failed = self._settle()
         if self.close_parts():
             self.host.drop_memory()
+        return had_not_failed

@@ -166,7 +166,7 @@ class Sequencer:
         at = self._at if self._at.epoch == batch.epoch else self._begin(batch.epoch)
         host_plan = batch.host_plan
         if batch.fault is not None:
-            raise note(batch.fault, "reading", self._position(at, batch))
+            raise note(batch.fault, batch.fault_stage, self._position(at, batch))
         try:
             rows = self._first.padded_rows(batch, self._batch_size) if self._pads else host_plan.rows
             batch.plan = plan = host_plan.placed.get(rows) or self._planner.placed(host_plan, rows)

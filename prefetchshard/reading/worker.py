@@ -70,9 +70,12 @@ class Worker:
                     # rows that come from a cache must not stand for all
                     self.row_seconds = max(1e-7, min(2 * self.row_seconds, took / (part.stop - part.start)))
         except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
+            span.end()
             self._name_row(part, error)
             # What is copied comes from the source as it is, so to the user that is reading
             batch.fail(error, "reading" if span.stage == "copying" else span.stage, self._rows_of(part))
+        if batch.host.fault is not None and not copies:
+            batch.host.fault_stage = span.stage
         part.items = part.work = None
         is_last = batch.part_done()
         if self.part_done is not None:
@@ -194,4 +197,5 @@ class Worker:
             span.end()
             batch.send()
         except BaseException as error:  # noqa: BLE001 - as above
-            batch.fail(error, stage)
+            span.end()
+            batch.fail(error, stage, None if batch.host.examples is None else (batch.first_row, batch.first_row + batch.host.examples))

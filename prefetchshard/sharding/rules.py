@@ -161,9 +161,12 @@ class ShardingRules:
             return None
         return math.lcm(*(row_split(rule) for rule in self._rules if isinstance(rule, Sharding)))
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         each = zip(self._keys, self._rules, strict=True)
-        return f"ShardingRules({'; '.join(f'{path_text(keys)}: {_rule_text(rule)}' if keys else _rule_text(rule) for keys, rule in each)})"
+        return "; ".join(f"{path_text(keys)}: {_rule_text(rule)}" if keys else _rule_text(rule) for keys, rule in each)
+
+    def __repr__(self) -> str:
+        return f"ShardingRules({self})"
 
 
 class _Scope(NamedTuple):

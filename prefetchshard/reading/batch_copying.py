@@ -47,7 +47,7 @@ class BatchCopying:
         self._worker = worker
         self._jobs = jobs
         self._copied = Waiters()
-        worker.part_done = self._copied.wake
+        worker.part_done = self._tell
         self.helpers = min(plan.workers, cpu_count()) - 1
 
     def copy(self, batch: OpenBatch, leaves: list[Any], tree: BatchTree, span: Span, took: float) -> None:
@@ -87,6 +87,10 @@ class BatchCopying:
         if not goes_on:
             self._worker.do(parts[0])
             self._wait_until_read(batch)
+
+    def _tell(self, is_last: bool) -> None:
+        if is_last:  # to be woken for nothing takes the interpreter's lock from those who copy
+            self._copied.wake()
 
     def _choose_shares(self, batch: OpenBatch, nbytes: int, goes_on: bool, pull_seconds: float) -> int:
         """Into how many shares a batch is cut; 0 where it is copied here, at once.

@@ -58,7 +58,7 @@ class RowDealer:
         self._in_use = _InUse()
         self._dataset = source.dataset if isinstance(source, Dataset) and callable(getattr(source.dataset, "set_epoch", None)) else None
         if self._dataset is not None:
-            self._worker.part_done = self._in_use.leave
+            self._worker.part_done = lambda _: self._in_use.leave()
 
     @property
     def helpers(self) -> list[threading.Thread]:

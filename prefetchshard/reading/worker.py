@@ -29,7 +29,7 @@ class Worker:
 
     Attributes:
         gathers: the arrays, where rows go straight from them into batches.
-        part_done: called after each part.
+        part_done: called after each part, with whether it was the last one of its batch.
         row_seconds: what reading, transforming and writing an example takes.
 
     Thread safety: any thread may call any method.
@@ -46,7 +46,7 @@ class Worker:
         self._has_functions = functions.transform is not None or functions.collate is not None
         # What these functions do to an item must not reach the source
         self._copies_first = isinstance(source, Dataset) or (source is None and not plan.reuses_buffers)
-        self.part_done: Callable[[], None] | None = None
+        self.part_done: Callable[[bool], None] | None = None
         self.row_seconds = math.inf
 
     def work(self, deal: Callable[[], Part | None]) -> None:
@@ -79,7 +79,7 @@ class Worker:
         part.items = part.work = None
         is_last = batch.part_done()
         if self.part_done is not None:
-            self.part_done()
+            self.part_done(is_last)
         if is_last:
             self.finish(batch)
 

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -68,8 +69,8 @@ class Interrupts:
         while not self._stop.wait(self._seconds):
             signal.pthread_kill(to, signal.SIGUSR1)
 
-    def _interrupt(self, *_: object) -> None:
-        if self.armed:
+    def _interrupt(self, _: int, frame: FrameType | None) -> None:
+        if self.armed and not _drops_exceptions(frame):
             self.armed = False
             self.count += 1
             raise KeyboardInterrupt
@@ -84,6 +85,16 @@ class Interrupts:
         self._stop.set()
         self._thread.join()
         signal.signal(signal.SIGUSR1, self._old)
+
+
+def _drops_exceptions(frame: FrameType | None) -> bool:
+    """Whether the interpreter would drop what is raised here: in callbacks of the garbage collector and in finalisers."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks} | {weakref.finalize.__call__.__code__}
+    while frame is not None:
+        if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def at_every_step(prepare: Callable[[], object], function: Callable[[], T], disturb: Callable[[], object]) -> Iterator[T]:

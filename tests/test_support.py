@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from support import REPOSITORY, aligned, pairwise, run_command, run_python
+from support import REPOSITORY, Interrupts, aligned, pairwise, run_command, run_python, wait_until
 
 LEAVES_A_THREAD = """
 import threading, support
@@ -157,3 +159,27 @@ def test_a_program_that_hangs_shows_its_stacks() -> None:
             timeout=2.0,
         )
     assert "stuck_here" in "".join(caught.value.__notes__)
+
+
+def test_an_interrupt_does_not_strike_where_it_would_be_dropped() -> None:
+    """In a callback of the collector the interpreter only reports an exception, and the report fails the test."""
+    struck: list[int] = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and not struck:
+            interrupts.armed = True
+            until = time.monotonic() + 0.05
+            while time.monotonic() < until:
+                pass
+            struck.append(interrupts.count)
+
+    with Interrupts(0.001) as interrupts:
+        gc.callbacks.append(callback)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                gc.collect()
+                wait_until(lambda: False)
+        finally:
+            gc.callbacks.remove(callback)
+    assert struck == [0]
+    assert interrupts.count == 1

@@ -173,12 +173,15 @@ def test_an_interrupt_does_not_strike_where_it_would_be_dropped() -> None:
                 pass
             struck.append(interrupts.count)
 
+    def collect() -> None:
+        gc.collect()
+        wait_until(lambda: False)
+
     with Interrupts(0.001) as interrupts:
         gc.callbacks.append(callback)
         try:
             with pytest.raises(KeyboardInterrupt):
-                gc.collect()
-                wait_until(lambda: False)
+                collect()
         finally:
             gc.callbacks.remove(callback)
     assert struck == [0]

@@ -227,6 +227,31 @@ def test_an_interrupted_wait_leaves_nothing_behind() -> None:
     assert len(flag.parking) == 0
 
 
+def test_a_signal_that_does_not_end_the_blocking_is_answered_all_the_same() -> None:
+    """As Ctrl-C that strikes right before the lock blocks; here another thread gets it, which is the same to the one that waits."""
+    flag, answered, in_time = Flag(), threading.Event(), list[bool]()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    old = signal.signal(signal.SIGUSR1, lambda *_: answered.set())
+
+    def strike() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        wait_until(lambda: len(flag.parking))
+        time.sleep(0.05)  # until it blocks; without that the test proves less, but holds
+        signal.raise_signal(signal.SIGUSR1)
+        in_time.append(answered.wait(10))
+        flag.set()
+
+    thread = threading.Thread(target=strike)
+    try:
+        thread.start()
+        assert flag.wait()
+        assert in_time == [True]
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, old)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_no_wake_up_is_lost_under_load() -> None:
     """Two threads that hand a turn to and fro: one lost wake-up would stop both."""
     turn, rounds = 0, 5_000

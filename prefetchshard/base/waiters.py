@@ -15,6 +15,10 @@ from typing import Protocol
 
 from prefetchshard.base.clock import MONOTONIC, Clock
 
+SIGNAL_SECONDS = 1.0
+"""A wait comes up this often. A signal that strikes right before a lock blocks, or in another thread, does not end the blocking (CPython),
+so Ctrl-C would wait for the next batch."""
+
 
 class Waker(Protocol):
     """What a waiter parks: `release` is called once, from any thread, and must not block."""
@@ -53,7 +57,8 @@ class Waiters:
                 if ready():
                     return True
                 if deadline is None:
-                    waker.acquire()
+                    while not waker.acquire(timeout=SIGNAL_SECONDS):
+                        pass
                 elif (left := deadline - clock()) <= 0:
                     return ready()
                 else:

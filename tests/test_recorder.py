@@ -44,7 +44,7 @@ def test_overlapping_spans_add_up_and_the_longest_keeps_its_place() -> None:
     Span(recorder, "placing", 2, 0).end()
     assert spent(recorder) == {"placing": 7.0}
     assert recorder.longest == {"placing": (4.0, 0, 0)}
-    assert recorder.longest_in_words() == "placing 4.000 s (epoch 0, row 0)"
+    assert str(recorder) == "placing 4.000 s (epoch 0, row 0)"
 
 
 def test_every_stage_is_in_the_statistics() -> None:

@@ -89,7 +89,7 @@ class JaxContext:
         return hash((self._values, self.mesh))
 
     def is_in_force(self) -> bool:
-        """Whether this thread has these settings. A third of the cost of making another one to compare with."""
+        """Whether this thread has these settings. Half the cost of making another one to compare with."""
         return self._values == _values_of(jax.config) and self.mesh == mesh_in_force()
 
     def set_aside(self) -> AbstractContextManager[Any]:

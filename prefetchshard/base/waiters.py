@@ -56,13 +56,10 @@ class Waiters:
                 self.parked.append(waker)
                 if ready():
                     return True
-                if deadline is None:
-                    while not waker.acquire(timeout=SIGNAL_SECONDS):
-                        pass
-                elif (left := deadline - clock()) <= 0:
+                left = SIGNAL_SECONDS if deadline is None else deadline - clock()
+                if left <= 0:
                     return ready()
-                else:
-                    waker.acquire(timeout=min(left, _thread.TIMEOUT_MAX))
+                waker.acquire(timeout=min(left, SIGNAL_SECONDS))
             finally:  # Ctrl-C comes here too
                 self.leave(waker)
         return True

@@ -30,6 +30,7 @@ class Span:
     Attributes:
         stage: the present one.
         entered_at: when it was entered, seconds of the recorder's clock; when the span ended, once it did.
+        began_at: when the span began.
         seconds: in each stage so far.
         added: those that the recorder has.
         added_at: when it got them.
@@ -113,8 +114,8 @@ class Recorder:
             self.padded_rows += padded
             self.replayed += replayed
 
-    def longest_in_words(self) -> str:
-        """The longest span of each stage, for a log."""
+    def __str__(self) -> str:
+        """The longest span of each stage, for a log: asked only where that is written."""
         found = sorted(self.longest.items(), key=lambda item: item[1], reverse=True)
         return ", ".join(f"{stage} {took:.3f} s (epoch {epoch}, row {row})" for stage, (took, epoch, row) in found)
 

@@ -260,12 +260,11 @@ class ItemDealer:
             try:
                 item = source.pull(0, 1)
                 took = span.enter("reading")
-                if plan.out.cancelled or item is END:
+                if item is END or plan.out.cancelled:
                     span.end()
-                if plan.out.cancelled:
-                    ticket.withdraw()
-                    return False
-                if item is END:
+                    if plan.out.cancelled:
+                        ticket.withdraw()
+                        return False
                     ticket.send(EpochMark(epoch))
                     return True
                 batch.host.mark = source.mark(1, is_whole=True)

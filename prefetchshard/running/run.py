@@ -130,7 +130,7 @@ class Run:
             at_exit.live.remove(self)
         except KeyError:  # several threads may see that all have left
             return
-        _log.debug("run %#x has ended; the longest spans: %s", id(self), self.recorder.longest_in_words())
+        _log.debug("run %#x has ended; the longest spans: %s", id(self), self.recorder)
 
     def _clear(self) -> None:
         self.outbox.clear()

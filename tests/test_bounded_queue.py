@@ -488,6 +488,17 @@ def test_a_finaliser_may_cancel_while_its_thread_is_inside_the_queue() -> None:
         gc.unfreeze()
 
 
+def test_a_cleared_queue_is_over_however_it_ended() -> None:
+    queue = new(2)
+    ticket = queue.reserve()
+    assert ticket is not None
+    ticket.fail(ValueError("at its place"))
+    queue.clear()
+    assert queue.is_over()
+    assert not queue.wait_ready()
+    assert queue.failure is None
+
+
 # --- Ctrl-C
 
 

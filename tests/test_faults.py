@@ -10,9 +10,10 @@ import gc
 import itertools
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import anyio
@@ -25,6 +26,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 import prefetchshard as ps
 from fakes import SOURCES, STREAMS, Dataset, Examples, OpenSource, batch, factory, first, generator
 from prefetchshard.base.faults import note, safe_to_raise
+from prefetchshard.reading.open_batch import OpenBatch
 from support import loader_threads, pairwise, wait_until
 
 
@@ -295,6 +297,31 @@ def test_a_transform_that_fails_on_a_dropped_remainder_ends_no_run_early(R: Name
         except ValueError:
             continue
         assert got == 6
+
+
+def test_a_transform_that_failed_before_the_remainder_was_dropped_is_raised(R: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source says that it has ended once the failure is known."""
+    known = threading.Event()
+    fail = OpenBatch.fail
+
+    def fail_and_tell(*args: Any) -> None:
+        fail(*args)
+        known.set()
+
+    def source() -> Iterator[int]:
+        yield from range(10)
+        assert known.wait(30)
+
+    def transform(row: int) -> np.int32:
+        if row == 9:
+            raise ValueError("row 9")
+        return np.int32(row)
+
+    monkeypatch.setattr(OpenBatch, "fail", fail_and_tell)
+    iterator = iter(ps.Loader(source, R, batch_size=4, transform=transform, epochs=3, workers=2))
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="row 9"):
+        next(iterator)
 
 
 def test_what_transform_made_of_a_last_batch_is_blamed_on_it(R: NamedSharding) -> None:

@@ -29,9 +29,8 @@ from support import HANG_SECONDS, begin_threads, loader_threads, stacks, threads
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as a shell sets it for what it starts with `&`; programs that tests start inherit it
+# A shell has SIGINT ignored in what it starts with `&`, and programs that tests start inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _failed = pytest.StashKey[bool]()

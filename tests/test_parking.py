@@ -227,8 +227,9 @@ def test_an_interrupted_wait_leaves_nothing_behind() -> None:
     assert len(flag.parking) == 0
 
 
-def test_a_signal_that_does_not_end_the_blocking_is_answered_all_the_same() -> None:
+def test_a_signal_that_does_not_end_the_blocking_is_answered_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ctrl-C that strikes right before the lock blocks; here another thread gets it, which is the same to the one that waits."""
+    monkeypatch.setattr("prefetchshard.base.waiters.SIGNAL_SECONDS", 1.0)
     flag, answered, in_time = Flag(), threading.Event(), list[bool]()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     old = signal.signal(signal.SIGUSR1, lambda *_: answered.set())

@@ -18,8 +18,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import prefetchshard as ps
+from prefetchshard.base.waiters import Waiters
+from prefetchshard.reading.batch_copying import BatchCopying
 from prefetchshard.reading.writing import Writer
-from support import aligned
+from support import Thread, aligned, wait_until
 
 P = PartitionSpec
 LARGE = (8, 1 << 15)  # of float32: 1 MiB, staged in the ring
@@ -158,6 +160,28 @@ def test_all_shares_of_a_large_batch_are_copied_first(S: NamedSharding, monkeypa
     kept = [{"x": batch} for batch in ps.prefetch(source(), S, workers=4)]
     assert found(kept) == each(4)
     assert max(shares) > 1 or (os.cpu_count() or 1) == 1
+
+
+def test_the_last_share_wakes_who_waits_for_it(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Waiters] = []
+    copy_share, wait = Writer.copy_share, BatchCopying._wait_until_read
+
+    def late(self: Any, batch: Any, leaves: Any, first: int = 0, count: int = 1) -> None:
+        if first:
+            wait_until(lambda: waits and len(waits[-1]))
+        copy_share(self, batch, leaves, first, count)
+
+    def noted(self: Any, batch: Any) -> None:
+        waits.append(self._copied)
+        wait(self, batch)
+
+    monkeypatch.setattr("prefetchshard.reading.batch_copying.cpu_count", lambda: 2)
+    monkeypatch.setattr(Writer, "copy_share", late)
+    monkeypatch.setattr(BatchCopying, "_wait_until_read", noted)
+    held = [np.full((8, 1 << 19), i, np.float32) for i in range(3)]
+    kept = Thread(lambda: [{"x": batch} for batch in ps.prefetch(iter(held), S, workers=2)]).returned()
+    assert found(kept) == each(3)
+    assert len(waits) == 3
 
 
 def as_iterable() -> Any:

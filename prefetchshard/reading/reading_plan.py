@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from prefetchshard.base.config import Pad
+from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.base.position import StartPoint
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.planning.host_batch import EpochMark, HostBatch
@@ -55,6 +56,11 @@ class ReadingPlan(msgspec.Struct):
     @property
     def pads(self) -> bool:
         return isinstance(self.remainder, Pad)
+
+    @property
+    def batches_at_once(self) -> int:
+        """Batches that are read at the same time; the other places are for those on their way to the devices."""
+        return max(1, self.out.capacity - MOST_IN_FLIGHT)
 
     def epoch_numbers(self) -> Iterator[int]:
         """The epochs still to be read."""

@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.ordering.epoch_order import EpochOrder
@@ -174,8 +173,7 @@ class RowDealer:
         if self._worker.gathers is None:
             enough = 0 if first else math.ceil(LEAST_PART_SECONDS / self._worker.row_seconds)
             return max(1, min(count, max(self._part_rows, enough)))
-        at_once = max(1, plan.out.capacity - MOST_IN_FLIGHT)
-        together = plan.workers if first else -(-plan.workers // at_once)
+        together = plan.workers if first else -(-plan.workers // plan.batches_at_once)
         return max(self._least_rows, min(self._part_rows, -(-count // together)))
 
     # -- order

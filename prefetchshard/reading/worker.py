@@ -58,14 +58,13 @@ class Worker:
     def do(self, part: Part) -> None:
         """Do a part; send its batch where it was the last one."""
         batch: OpenBatch = part.batch
-        is_last = self._read(part, batch) if part.work is None else self._copy(part.work, batch)
-        part.items = part.work = None
+        is_last = self._read(part, batch) if part.work is None else self._copy(part, batch)
         if self.part_done is not None:
             self.part_done(is_last)
         if is_last:
             self.finish(batch)
 
-    def _copy(self, work: Callable[[], None], batch: OpenBatch) -> bool:
+    def _copy(self, part: Part, batch: OpenBatch) -> bool:
         """Do a share of a copy. Whether it was the last part of its batch.
 
         A batch counts its seconds in one span: one for each share made large batches 3 % slower (one H200, `reuses_buffers=True`).
@@ -74,9 +73,10 @@ class Worker:
         began = clock()
         try:
             if not self._plan.out.cancelled:
-                work()
+                part.work()  # pyright: ignore[reportOptionalCall] - that is what makes it a share
         except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
             batch.fail(error, "reading")  # what is copied comes from the source as it is, so to the user that is reading
+        part.work = None  # it holds what was copied, and with the last share the source may go on
         is_last = batch.part_done(clock() - began)
         if is_last:
             self._plan.recorder.add_stage("copying", batch.copy_seconds, batch.host.epoch, batch.first_row)
@@ -100,6 +100,7 @@ class Worker:
             batch.fail(error, "reading" if span.stage == "copying" else span.stage, self._rows_of(part))
         if batch.host.fault is not None and not copies:
             batch.host.fault_stage = span.stage
+        part.items = None  # as above
         return batch.part_done()
 
     def _rows_of(self, part: Part) -> tuple[int, int] | None:

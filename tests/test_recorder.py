@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.base.position import EpochEnd, StartPoint
 from prefetchshard.measuring.recorder import Recorder, Span
-from prefetchshard.planning.host_batch import ReadFailure
-from prefetchshard.reading.open_batch import OpenBatch
-from prefetchshard.reading.reading_plan import HostQueue, Part, ReadingPlan
-from prefetchshard.reading.user_functions import UserFunctions
-from prefetchshard.reading.worker import Worker
 from prefetchshard.testing import ManualClock
 
 
@@ -91,33 +84,6 @@ def test_a_long_span_hands_over_what_it_has_so_far() -> None:
     assert span.end() == pytest.approx(3.03)
     assert sum(spent(recorder).values()) == pytest.approx(3.03)  # nothing twice
     assert recorder.longest["reading"] == (pytest.approx(spent(recorder)["reading"]), 0, 0)
-
-
-def test_the_shares_of_a_batch_count_as_one() -> None:
-    """Whoever copies adds to the batch, and the recorder gets the sum with the last of them."""
-    clock = ManualClock()
-    recorder, host_queue = Recorder(clock), HostQueue(1)
-    functions = UserFunctions(None, None, None)
-    plan = ReadingPlan(functions, host_queue, recorder, StartPoint(), 1, None, "drop", workers=2, reuses_buffers=True)
-    worker = Worker(plan, cast("Any", None))
-    ticket = host_queue.reserve()
-    assert ticket is not None
-    batch = OpenBatch(ticket, 3, 16, EpochEnd(False))
-    batch.expect(3)
-
-    def broken() -> None:
-        clock.advance(4.0)
-        raise ValueError("a share")
-
-    for seconds in (1.0, 2.0):
-        worker.do(Part(batch, 0, 1, work=partial(clock.advance, seconds)))
-        assert spent(recorder) == {}
-    worker.do(Part(batch, 0, 1, work=broken))
-    assert spent(recorder) == {"copying": 7.0}
-    assert recorder.longest == {"copying": (7.0, 3, 16)}
-    failure = host_queue.failure
-    assert isinstance(failure, ReadFailure)
-    assert (str(failure.error), failure.stage, failure.epoch) == ("a share", "reading", 3)
 
 
 @pytest.mark.parametrize("ends", ["raises", "ends"])

@@ -9,8 +9,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,14 +17,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from prefetchshard.base.clock import MONOTONIC
-from prefetchshard.base.position import EpochEnd, StartPoint
 from prefetchshard.leaves.copying import are_unshared
-from prefetchshard.measuring.recorder import Recorder
-from prefetchshard.reading.open_batch import OpenBatch
-from prefetchshard.reading.reading_plan import HostQueue, Part, ReadingPlan
-from prefetchshard.reading.user_functions import UserFunctions
-from prefetchshard.reading.worker import Worker
+from prefetchshard.reading.reading_plan import Part
 from prefetchshard.reading.writing import Writer
 from support import wait_until
 
@@ -255,28 +248,6 @@ def test_nobody_holds_what_was_copied(dtype: Any, S: NamedSharding, monkeypatch:
         wait_until(lambda: known.issuperset(map(id, copied())))
         ending.set()
     assert watched.handed == BATCHES - 1
-
-
-@pytest.mark.parametrize("as_items", [False, True], ids=["share", "items"])
-def test_a_part_lets_go_before_it_is_done(as_items: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the last part the source goes on, and may look who holds its memory."""
-    released: list[bool] = []
-    host_queue = HostQueue(1)
-    functions = UserFunctions(None, None, None)
-    plan = ReadingPlan(functions, host_queue, Recorder(MONOTONIC), StartPoint(), 1, None, "drop", workers=2, reuses_buffers=True)
-    worker = Worker(plan, cast("Any", None))
-    ticket = host_queue.reserve()
-    assert ticket is not None
-    batch = OpenBatch(ticket, 0, 0, EpochEnd(False))
-    batch.expect(2)
-    memory = fresh(0)
-    ref = weakref.ref(memory)
-    part = Part(batch, 0, 1, items=[memory]) if as_items else Part(batch, 0, 1, work=partial(np.sum, memory))
-    del memory
-    monkeypatch.setattr(Worker, "_fill", lambda *_: None)
-    monkeypatch.setattr(OpenBatch, "part_done", lambda *_: released.append(ref() is None))
-    worker.do(part)
-    assert released == [True]
 
 
 def test_what_is_on_the_devices_is_not_handed_over(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:

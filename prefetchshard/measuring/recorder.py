@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from prefetchshard.base.clock import Clock
@@ -13,8 +15,7 @@ from prefetchshard.staging.layout import StagingStats
 
 Stage: TypeAlias = Literal["reading", "transforming", "collating", "planning", "copying", "batching", "finishing", "placing"]
 
-
-NONE_YET = (-1.0, 0, 0)
+NONE_YET: Mapping[Stage, float] = MappingProxyType({})
 
 ADD_SECONDS = 0.05
 """A span that goes on hands over what it has so far when this has passed, so that `stats()` need not wait for a slow batch."""
@@ -22,8 +23,6 @@ ADD_SECONDS = 0.05
 
 class Span:
     """The work of one thread on a batch, or on a part of it, stage after stage. Thread safety: one thread at a time.
-
-    Most have one stage, so those keep no dicts.
 
     Args:
         recorder: that gets the seconds.
@@ -35,51 +34,46 @@ class Span:
         stage: the present one.
         entered_at: when it was entered, seconds of the recorder's clock; when the span ended, once it did.
         began_at: when the span began.
-        seconds: in each stage before the present one; None where there was none.
+        seconds: in each stage so far.
         added: those that the recorder has.
         added_at: when it got them.
     """
 
-    __slots__ = ("_recorder", "added", "added_at", "began_at", "entered_at", "epoch", "row", "seconds", "stage")
-    added: dict[Stage, float]
-    added_at: float
+    __slots__ = ("_clock", "_recorder", "added", "added_at", "began_at", "entered_at", "epoch", "row", "seconds", "stage")
 
     def __init__(self, recorder: Recorder, stage: Stage, epoch: int, row: int) -> None:
         self._recorder = recorder
-        self.stage: Stage = stage
+        self._clock = recorder.clock
+        self.seconds: defaultdict[Stage, float] = defaultdict(float)
         self.epoch = epoch
         self.row = row
-        self.seconds: defaultdict[Stage, float] | None = None
-        self.began_at = self.entered_at = recorder.clock()
+        self.stage: Stage = stage
+        self.added: dict[Stage, float] = {}
+        self.began_at = self.added_at = self.entered_at = recorder.clock()
 
     def enter(self, stage: Stage) -> float:
         """Leave the present stage for another one. Returns the seconds since the present one was entered."""
-        now = self._recorder.clock()
-        seconds = self.seconds
-        if seconds is None:
-            seconds = self.seconds = defaultdict(float)
-            self.added = {}
-            self.added_at = self.began_at
+        now = self._clock()
         took = now - self.entered_at
-        seconds[self.stage] += took
+        self.seconds[self.stage] += took
         self.stage = stage
         self.entered_at = now
         if now - self.added_at > ADD_SECONDS:
-            self._recorder.add(self, seconds)
+            self._hand_over()
         return took
 
     def end(self) -> float:
         """Hand the seconds to the recorder. Returns their sum."""
-        recorder, seconds = self._recorder, self.seconds
-        now = recorder.clock()
-        took = now - self.entered_at
+        now = self._clock()
+        self.seconds[self.stage] += now - self.entered_at
         self.entered_at = now
-        if seconds is None:
-            recorder.add_stage(self.stage, took, self.epoch, self.row)
-        else:
-            seconds[self.stage] += took
-            recorder.add(self, seconds)
+        self._hand_over()
         return now - self.began_at
+
+    def _hand_over(self) -> None:
+        self._recorder.add(self.seconds, self.epoch, self.row, self.added)
+        self.added = self.seconds.copy()
+        self.added_at = self.entered_at
 
 
 class Recorder:
@@ -111,22 +105,20 @@ class Recorder:
         self.first_next_at: float | None = None
         self.last_next_at = 0.0
 
-    def add(self, span: Span, seconds: dict[Stage, float]) -> None:
-        """Add those seconds of a span that are not added yet."""
+    def add(self, seconds: Mapping[Stage, float], epoch: int, row: int, added: Mapping[Stage, float] = NONE_YET) -> None:
+        """Add what the stages of a batch, or of a part of it, took.
+
+        Args:
+            seconds: in each stage, since the beginning.
+            epoch: of the batch.
+            row: the first row of the batch in its epoch; without `batch_size`, its number.
+            added: those seconds that were added before.
+        """
         with self._lock:
             for stage, took in seconds.items():
-                self.seconds[stage] += took - span.added.get(stage, 0.0)
+                self.seconds[stage] += took - added.get(stage, 0.0)
                 if stage not in self.longest or took > self.longest[stage][0]:
-                    self.longest[stage] = took, span.epoch, span.row
-        span.added = seconds.copy()
-        span.added_at = span.entered_at
-
-    def add_stage(self, stage: Stage, took: float, epoch: int, row: int) -> None:
-        """Add seconds of one stage: a span of its own."""
-        with self._lock:
-            self.seconds[stage] += took
-            if took > self.longest.get(stage, NONE_YET)[0]:
-                self.longest[stage] = took, epoch, row
+                    self.longest[stage] = took, epoch, row
 
     def count(self, *, dropped: int = 0, padded: int = 0, replayed: int = 0) -> None:
         """Add rows, or items, from any thread."""

@@ -67,7 +67,7 @@ class Worker:
     def _copy(self, part: Part, batch: OpenBatch) -> bool:
         """Do a share of a copy. Whether it was the last part of its batch.
 
-        A batch counts its seconds in one span: one for each share made large batches 3 % slower (one H200, `reuses_buffers=True`).
+        The seconds of all shares are recorded at once: a span for each made large batches 3 % slower (one H200, `reuses_buffers=True`).
         """
         clock = self._plan.recorder.clock
         began = clock()
@@ -79,7 +79,7 @@ class Worker:
         part.work = None  # it holds what was copied, and with the last share the source may go on
         is_last = batch.part_done(clock() - began)
         if is_last:
-            self._plan.recorder.add_stage("copying", batch.copy_seconds, batch.host.epoch, batch.first_row)
+            self._plan.recorder.add({"copying": batch.copy_seconds}, batch.host.epoch, batch.first_row)
         return is_last
 
     def _read(self, part: Part, batch: OpenBatch) -> bool:
@@ -100,7 +100,7 @@ class Worker:
             batch.fail(error, "reading" if span.stage == "copying" else span.stage, self._rows_of(part))
         if batch.host.fault is not None and not copies:
             batch.host.fault_stage = span.stage
-        part.items = None  # as above
+        part.items = None  # as with a share
         return batch.part_done()
 
     def _rows_of(self, part: Part) -> tuple[int, int] | None:

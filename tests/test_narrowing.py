@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 import prefetchshard as ps
 from prefetchshard.leaves.converting import as_array
 from prefetchshard.leaves.narrowing import canonical, store
+from prefetchshard.reading.writing import Writer
 
 ROWS = 16
 WIDE = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
@@ -176,6 +177,34 @@ def test_good_batches_come_first(S: NamedSharding) -> None:
     for _ in range(2):
         with pytest.raises(ps.NarrowingError, match="row 0 of the batch"):
             next(loader)
+
+
+@pytest.mark.parametrize("reuses_buffers", [True, False])
+@pytest.mark.parametrize("row", [0, 6])
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_every_share_of_a_large_batch_is_looked_at(
+    remainder: Any, row: int, reuses_buffers: bool, S: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under "drop" the fault waits with its batch, which may be left out; else it ends the queue there."""
+    shares: list[int] = []
+    copy_share = Writer.copy_share
+
+    def noted(self: Any, batch: Any, leaves: Any, first: int = 0, count: int = 1) -> None:
+        shares.append(count)
+        copy_share(self, batch, leaves, first, count)
+
+    monkeypatch.setattr("prefetchshard.reading.batch_copying.cpu_count", lambda: 4)
+    monkeypatch.setattr(Writer, "copy_share", noted)
+    good = np.ones((8, 300_000), np.int64)
+    bad = good.copy()
+    bad[row, 17] = 2**40
+    loader = iter(ps.prefetch(iter([good, good, bad, good]), S, workers=4, remainder=remainder, reuses_buffers=reuses_buffers))
+    for _ in range(2):
+        assert (np.asarray(jax.tree.leaves(next(loader))[0]) == 1).all()
+    with pytest.raises(ps.NarrowingError, match=rf"row {row} of the batch, index \[17\]: the int64 value 1099511627776") as caught:
+        next(loader)
+    assert caught.value.row == row
+    assert max(shares) > 1
 
 
 def test_the_first_of_several_is_named(S: NamedSharding) -> None:

@@ -144,7 +144,7 @@ class Case:
 
     def rows_of_epoch(self) -> int:
         """Rows of an epoch that reach the consumer."""
-        if self.pads or self.options["remainder"] == "error":
+        if self.options["remainder"] != "drop":
             return self.data.length
         if self.sizes:
             return sum(self.sizes) - (self.sizes[-1] if self.sizes[-1] < self.sizes[0] else 0)
@@ -411,6 +411,8 @@ def make_case(random: Random) -> Case:
 def _options(random: Random, kind: str, data: Data, sizes: list[int], batch_size: int, pieces: int) -> dict[str, Any]:
     options: dict[str, Any] = {"depth": int(random.integers(1, 5)), "epochs": int(random.integers(1, 4))}
     options["remainder"] = ps.Pad(value=int(random.integers(0, 2))) if random.random() < 0.5 and kind != "lengths" else "drop"
+    if (sizes and kind == "lengths") or (not sizes and data.length % batch_size == 0):  # else the last batch may not fit its sharding
+        options["remainder"] = "keep" if random.random() < 0.3 else options["remainder"]
     if not sizes and data.length % batch_size == 0 and random.random() < 0.5:
         options["remainder"] = "error"
     if pieces > 1:
@@ -419,7 +421,7 @@ def _options(random: Random, kind: str, data: Data, sizes: list[int], batch_size
         options["workers"] = int(random.integers(1, 9))
     if random.random() < 0.3:
         batch_bytes = max(sizes, default=batch_size) * (data.row_bytes + 1)
-        options["host_memory"] = int(batch_bytes * random.uniform(1.0 if options["remainder"] != "drop" or not sizes else 2.0, 4.0))
+        options["host_memory"] = int(batch_bytes * random.uniform(2.0 if sizes and options["remainder"] != "keep" else 1.0, 4.0))
     if kind in BY_INDEX:
         options |= {"shuffle": bool(random.random() < 0.6), "seed": int(random.integers(0, 1 << 40))}
     if kind == "existing":

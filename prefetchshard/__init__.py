@@ -12,6 +12,7 @@ iterator that already yields batches. Where things are: README.md in the package
 from prefetchshard.base.config import HOST as HOST
 from prefetchshard.base.config import Pad as Pad
 from prefetchshard.base.config import PerDevice as PerDevice
+from prefetchshard.base.errors import ArgumentError as ArgumentError
 from prefetchshard.base.errors import BatchError as BatchError
 from prefetchshard.base.errors import ConfigError as ConfigError
 from prefetchshard.base.errors import LeafTypeError as LeafTypeError
@@ -34,7 +35,10 @@ from prefetchshard.resuming.loader_state import LoaderState as LoaderState
 from prefetchshard.sharding.meshes import make_mesh as make_mesh
 from prefetchshard.sharding.meshes import process_data_shard as process_data_shard
 from prefetchshard.sources.asynchronous import from_this_loop as from_this_loop
+from prefetchshard.sources.asynchronous import in_own_loop as in_own_loop
 from prefetchshard.sources.device_arrays import OnDevice as OnDevice
+from prefetchshard.sources.per_worker import per_worker as per_worker
+from prefetchshard.sources.rebatch import rebatch as rebatch
 from prefetchshard.telling.describe import describe as describe
 
 __version__ = "0.1.0"

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import warnings
 import weakref
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from prefetchshard.base.errors import BatchError, PrefetchWarning
+from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.run_factory import RunFactory
 from prefetchshard.placing.placed_batch import PlacedBatch
+from prefetchshard.queues import async_waiting as aio
 from prefetchshard.queues.bounded_queue import EMPTY, EmptyType
 from prefetchshard.resuming.handed_out import HandedOut
 from prefetchshard.resuming.loader_state import LoaderState
 from prefetchshard.running.at_exit import hold_daemons
+from prefetchshard.sources.loops import LOOK_SECONDS
+
+COUNTING_SECONDS = 1.0
+"""How long the end of a run waits for a thread that has taken a batch and not counted it yet. That takes microseconds, unless a signal
+strikes in between, whose handler may itself wait for the end."""
 
 
 class Consumer:
@@ -22,6 +32,7 @@ class Consumer:
 
     Args:
         factory: of the loader.
+        began_in: the event loop in which `aiter` begins the run.
 
     Attributes:
         run: its threads and queues; `Loader` starts it.
@@ -30,17 +41,18 @@ class Consumer:
     Thread safety: every method may be called from any thread.
     """
 
-    def __init__(self, factory: RunFactory) -> None:
+    def __init__(self, factory: RunFactory, began_in: HomeLoop | None = None) -> None:
         start = factory.next_start
         self.factory = factory
         self.handed_out = HandedOut(start)
-        self.run = factory.build(start)
+        self.run = factory.build(start, began_in)
         self.outbox = self.run.outbox
         self.clock = self.run.recorder.clock
         self._recorder = self.run.recorder
         self._failure: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._over = False
+        self._finishing = threading.RLock()  # held by the thread that makes the batch at the head of the queue
         # Dropped with its iterator, it tells the threads so; they hold the run, never this.
         weakref.finalize(self, self.run.abandon).atexit = False
 
@@ -48,53 +60,98 @@ class Consumer:
 
     def take(self, began: float) -> Any | EmptyType:
         """The next batch, counted, or EMPTY. `began`: when it was asked for, in seconds of the run's clock."""
+        outbox, recorder = self.outbox, self._recorder
         item: PlacedBatch | EmptyType = EMPTY
         try:
-            item = self.outbox.take_nowait()
-            return EMPTY if item is EMPTY else self._hand_out(item, began)
+            head = outbox.peek_nowait()
+            # Made before it is taken: until then the run is not over for the threads that share it
+            if head is EMPTY or (head.finish is not None and not self._finish(head)):
+                return EMPTY
+            item = outbox.take_nowait(head)
+            if item is EMPTY:
+                return EMPTY
+            now = self.clock()
+            if recorder.first_next_at is None:
+                recorder.first_batch_seconds = max(0.0, item.ready_at - self.run.began_at)
+                self.factory.specs.remember(item, x64=self.run.context.x64)
+                recorder.first_next_at = began
+            # No call from here on, so no Ctrl-C and no other thread in between: it is handed out and counted, or neither.
+            recorder.stall_seconds += now - began
+            recorder.last_next_at = now
+            recorder.batches += 1
+            recorder.rows += item.rows
+            recorder.bytes += item.bytes
+            handed_out, position = self.handed_out, item.position
+            # Threads that share the run come here in any order. `position.step` would be a call
+            if handed_out.position is None or position.after.step > handed_out.position.after.step:
+                handed_out.position = position
+            return item.batch
         except BaseException:  # Ctrl-C: it is the next one again
             if item is not EMPTY:
-                self.outbox.untake(item)
+                outbox.untake(item)
             raise
-
-    def _hand_out(self, item: PlacedBatch, began: float) -> Any | EmptyType:
-        if item.finish is not None and (not self._finish(item) or self.outbox.cancelled):
-            return EMPTY
-        recorder = self._recorder
-        now = self.clock()
-        if recorder.first_next_at is None:
-            recorder.first_batch_seconds = max(0.0, item.ready_at - self.run.began_at)
-            self.factory.specs.remember(item, x64=self.run.context.x64)
-            recorder.first_next_at = began
-        # No call from here on, so no Ctrl-C in between: it is handed out and counted, or neither.
-        recorder.stall_seconds += now - began
-        recorder.last_next_at = now
-        recorder.batches += 1
-        recorder.rows += item.rows
-        recorder.bytes += item.bytes
-        handed_out, position = self.handed_out, item.position
-        # Threads that share the run come here in any order. `position.step` would be a call
-        if handed_out.position is None or position.after.step > handed_out.position.after.step:
-            handed_out.position = position
-        return item.batch
 
     def _finish(self, item: PlacedBatch) -> bool:
-        """Make a batch that is for this thread to make. False: it could not be made, which ends the run."""
-        try:
-            item.finished()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - raised as what comes from the other threads is
-            self.outbox.break_off(note(safe_to_raise(error, "placing"), "placing", item.position))
-            return False
+        """Make the batch at the head of the queue, which is for this thread to make. False: it cannot be taken.
+
+        Another thread that shares the run waits meanwhile. If the batch cannot be made, the run ends there.
+        """
+        with self._finishing:
+            finish = item.finish
+            if finish is None:  # another thread made it
+                return True
+            if self.outbox.peek_nowait() is not item:  # another thread could not make it, or the run was closed
+                return False
+            try:
+                item.batch = finish()
+                item.finish = None
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised as what comes from the other threads is
+                self.outbox.break_off(note(safe_to_raise(error, "placing"), "placing", item.position))
+                return False
         return True
+
+    # -- waiting
+
+    def wait(self) -> None:
+        """Wait until a batch can be taken, or none will come, or for nothing.
+
+        Raises:
+            RuntimeError: this is the thread of the event loop that has to produce it.
+        """
+        loops = self.run.loops
+        if loops is None:
+            self.outbox.wait_ready()
+            return
+        loops.check_thread()
+        if not self.outbox.wait_ready(LOOK_SECONDS):
+            self._pass_on(loops.complaint())
+
+    async def wait_async(self) -> None:
+        """As `wait`, in an event loop."""
+        loops = self.run.loops
+        if loops is None:
+            await aio.wait_ready(self.outbox)
+        elif not await aio.wait_ready_for(self.outbox, LOOK_SECONDS):
+            self._pass_on(loops.complaint())
+
+    def _pass_on(self, complaint: str | None) -> None:
+        if complaint is not None and not self.run.closed:
+            warnings.warn(complaint, PrefetchWarning, stacklevel=4)  # at the user's `next`, or `async for`
 
     # -- the end
 
-    def stop(self, began: float) -> None:
-        """The first time that nothing more comes: keep why, and move the loader on where the run ended by itself."""
+    def stop(self, began: float) -> bool:
+        """The first time that nothing more comes: keep why, and move the loader on where the run ended by itself.
+
+        False: something comes after all, as Ctrl-C made another thread put it back.
+        """
         if self._over or self.run.closed:
-            return
+            return True
+        self._wait_until_counted()
+        if not self.outbox.is_over():
+            return False
         now = self.clock()
         if self._recorder.first_next_at is None:
             self._recorder.first_next_at = began
@@ -103,6 +160,13 @@ class Consumer:
         if not self._has_failed():
             self.handed_out.end = self.factory.ended(self.handed_out.start, self.handed_out.position)
         self._over = True  # last: who shares the iterator goes by it
+        return True
+
+    def _wait_until_counted(self) -> None:
+        """Wait for the threads that share the run to count what they have taken."""
+        deadline = time.monotonic() + COUNTING_SECONDS
+        while self.outbox.stats().taken > self._recorder.batches and time.monotonic() < deadline:
+            time.sleep(0.0001)
 
     def _has_failed(self) -> bool:
         """Keep the failure that ended the run, where one did, as it came: each time that it is raised its traceback grows."""
@@ -151,12 +215,27 @@ class Consumer:
         Raises:
             BatchError: there is none.
         """
-        self.factory.check_thread()
         while not self.outbox.is_over():
-            self.outbox.wait_ready()
-            item = self.outbox.peek_nowait()
-            if item is not EMPTY and (item.finish is None or self._finish(item)):
-                return self.factory.specs.learn(item, x64=self.run.context.x64)
+            self.wait()
+            if (leaves := self._look_at_next()) is not None:
+                return leaves
+        self._raise_for_spec()
+
+    async def learn_spec_async(self) -> tuple[LeafSpec, ...]:
+        """As `learn_spec`, without blocking the event loop."""
+        while not self.outbox.is_over():
+            await self.wait_async()
+            if (leaves := self._look_at_next()) is not None:
+                return leaves
+        self._raise_for_spec()
+
+    def _look_at_next(self) -> tuple[LeafSpec, ...] | None:
+        item = self.outbox.peek_nowait()
+        if item is EMPTY or (item.finish is not None and not self._finish(item)):
+            return None
+        return self.factory.specs.learn(item, x64=self.run.context.x64)
+
+    def _raise_for_spec(self) -> NoReturn:
         self._has_failed()
         end = self.failure_or(BatchError("the source has no batch, so it cannot be told what one looks like"))
         try:

@@ -50,13 +50,11 @@ class LoaderIterator(Generic[Batch_co]):
         began = consumer.clock()
         consumer.run.check_consumer()
         while (batch := consumer.take(began)) is EMPTY:
-            if consumer.outbox.is_over():
+            if consumer.outbox.is_over() and consumer.stop(began):
                 break
-            consumer.factory.check_thread()
-            consumer.outbox.wait_ready()
+            consumer.wait()
         else:
             return batch
-        consumer.stop(began)
         consumer.close_at_end()
         end = consumer.failure_or(StopIteration())
         try:
@@ -73,12 +71,11 @@ class LoaderIterator(Generic[Batch_co]):
         consumer.run.check_consumer()
         await aio.checkpoint()
         while (batch := consumer.take(began)) is EMPTY:
-            if consumer.outbox.is_over():
+            if consumer.outbox.is_over() and consumer.stop(began):
                 break
-            await aio.wait_ready(consumer.outbox)
+            await consumer.wait_async()
         else:
             return batch
-        consumer.stop(began)
         if consumer.run.closed:
             hold_daemons()
         else:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
 from prefetchshard.base.errors import ConfigError, UsedUpError
+from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.limits import parse_bytes
 from prefetchshard.base.specs import BatchSpec
+from prefetchshard.building.other_names import explained
 from prefetchshard.building.run_factory import RunFactory
 from prefetchshard.consumer import Consumer
 from prefetchshard.iterator import Batch_co, LoaderIterator
@@ -51,19 +53,28 @@ class Loader(Generic[Batch_co]):
     Args:
         source: arrays (a NumPy array, or a mapping, tuple or registered container of them, of one leading size; in `ps.OnDevice` they
             stay on the devices), a dataset
-            (`__len__` and `__getitem__`, read by several threads at once), an iterable, an iterator, an async iterable
-            (`ps.from_this_loop` for one that is bound to the running event loop), or a function that returns any of these, called
-            once an epoch (with `epoch=` where it has such a parameter).
-        sharding: where each leaf goes: a `jax.sharding.Sharding`; a 1-D `Mesh`; a `PartitionSpec` (with the mesh of `jax.set_mesh`,
-            else, where it names one axis, over all devices); a pytree prefix of these over the batch; a function
-            `(path, shape, dtype) -> one of these`; `ps.HOST`. Inside a tree None means replicated. None for the whole: the default
-            device where one is in force, else the rows over all devices.
+            (`__len__` and `__getitem__`, read by several threads at once), an iterable, an iterator, an async iterable (a run begun by
+            `aiter` pulls it in the running event loop, one begun by `iter` in a loop of its own; `ps.from_this_loop` and
+            `ps.in_own_loop` choose), or a function that returns any of these, called once an epoch (with `epoch=` where it has such a
+            parameter).
+        sharding: where each leaf goes: a `jax.sharding.Sharding`; a 1-D `Mesh`; a `PartitionSpec` (with the mesh of `jax.set_mesh` or
+            of the older `with mesh:`, else, where it names one axis, over all devices); a pytree prefix of these over the batch; a
+            function `(path, shape, dtype) -> one of these`; `ps.HOST`. None, for the whole, in a tree or from a function: the rows are
+            split over all devices of the mesh of the other leaves, where they have one; else the leaf goes to the default device, where
+            one is in force; else the rows are split over all devices of the mesh in force, or over all devices that there are.
+            `PartitionSpec()` means replicated.
+        host: paths of leaves that stay on the host, unchanged, as `ps.HOST` in their places of `sharding` says, without a tree for the
+            rest: `host=("text", "meta.id")`, written as `describe`, `spec()` and errors write them. The path of a container is for
+            everything in it.
         batch_size: rows of one step over all devices of all processes; `ps.PerDevice(n)`; None: the source yields whole batches.
         collate: makes a batch from a list of examples; default: each leaf is stacked to `(rows, *example)`. For arrays without
             `transform` it gets the gathered batch.
-        remainder: what becomes of a last batch that is not full: "drop"; "error"; "pad", or `ps.Pad(mask_key=..., value=...)`: filled to
-            the full shape, with a boolean row mask `(rows,)` on every batch, under "mask" of a mapping, else as `(batch, mask)`.
-            Without batch_size it concerns a last batch with fewer rows than the first.
+        remainder: what becomes of a last batch that is not full: "drop": it is left out, and counted in `stats()`; "keep": it comes as it
+            is, where its sharding can split it; "error"; "pad", or `ps.Pad(mask_key=..., value=...)`: filled to the full shape, with a
+            boolean row mask `(rows,)` on every batch, under "mask" of a mapping, else as `(batch, mask)`. "auto" is "drop" with
+            batch_size and "keep" without. Without batch_size the others concern a last batch with fewer rows than the first, by the
+            leaves that the sharding splits, else by those that differ from the first batch; "pad" fills any batch as far as its sharding
+            needs.
         shuffle: each epoch has an order of its own, from `(seed, epoch)` alone; needs random access.
         seed: of shuffle, of `rng` and of `key`; a non-negative integer.
         epochs: epochs in one run; None for ever.
@@ -72,12 +83,18 @@ class Loader(Generic[Batch_co]):
         device_transform: jitted, on the devices, on the batch after its transfer; a parameter named `key` gets a PRNG key of the step.
             Over several devices it is dispatched by the thread that takes the batch, which should be the one of the training step.
         microbatches: k: leaves with rows become `(k, rows / k, *example)`, axis 0 not sharded; with batch_size those on the host too.
-        workers: reader threads; "auto" chooses by the CPUs.
+        workers: reader threads; "auto" chooses by the CPUs. All of them read a dataset. One that gives wrong rows then is most often found
+            by its first reads, and is a SourceError; see `per_worker`.
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same
             thread), so an item is copied before that; but not a batch of NumPy arrays that nobody refers to any more, as CPython counts
-            it: that is copied while the source goes on. False: the source never does, so that pulling and copying may always overlap,
+            it: that is copied while the source goes on. jax.Arrays are copied where they lie in host memory, as on the CPU backend,
+            which JAX may share with NumPy arrays. False: the source never does, so that pulling and copying may always overlap,
             and what stays on the host is the source's own.
         depth: batches ready on the devices ahead of the one in use, at least 1.
+        read_ahead: the most batches that are ever read from the source and not yet delivered, at least 1 (2 where a short batch has to
+            wait for the next one: an iterator of whole batches under another remainder than "keep"). It is exact: when `next` has returned
+            k batches, the source was asked for items of the batches up to k + read_ahead, and for no item after them. None: as far as
+            `depth` and the memory for reading allow; `spec().ahead` says how far that is.
         device_memory: bound, in bytes ("2GiB", or a number), on what is ahead of the batch in use on each device; lowers `depth` where
             needed. What cannot be kept to is an error, here where the source is arrays, else with the first batch.
         host_memory: bound, in bytes, on the batches that are being read or wait in staging memory.
@@ -90,20 +107,24 @@ class Loader(Generic[Batch_co]):
 
     Raises:
         ConfigError: what cannot work, as far as it can be known here.
+        ArgumentError: an argument that is not there; the text says what to write for names of other libraries.
         StateError: `state` does not fit; the text names the field and both values.
         PlacementError: arrays that do not fit their sharding.
+        UsedUpError: the source is a generator that was read to its end before, or closed.
 
     Thread safety: every method may be called from any thread.
     """
 
+    @explained
     def __init__(
         self,
         source: Any,
         sharding: Any = None,
         *,
+        host: str | Sequence[str] = (),
         batch_size: int | PerDevice | None = None,
         collate: Callable[[Any], Any] | None = None,
-        remainder: Remainder = "drop",
+        remainder: Remainder = "auto",
         shuffle: bool = False,
         seed: int = 0,
         epochs: int | None = 1,
@@ -113,6 +134,7 @@ class Loader(Generic[Batch_co]):
         workers: int | Literal["auto"] = "auto",
         reuses_buffers: bool = True,
         depth: int = 2,
+        read_ahead: int | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
         narrow: Narrow = "check",
@@ -132,12 +154,13 @@ class Loader(Generic[Batch_co]):
             workers=workers,
             reuses_buffers=reuses_buffers,
             depth=depth,
+            read_ahead=read_ahead,
             narrow=narrow,
             device_memory=parse_bytes("device_memory", device_memory),
             host_memory=parse_bytes("host_memory", host_memory),
             snapshot_every=snapshot_every,
         )
-        self._factory = RunFactory(source, sharding, settings, MONOTONIC)
+        self._factory = RunFactory(source, sharding, host, settings, MONOTONIC)
         self._lock = threading.RLock()  # guards the start of runs
         self._runs: list[tuple[weakref.ref[Consumer], Run]] = []
         self._only: _Begun | None = None  # the run over a one-shot source
@@ -148,17 +171,20 @@ class Loader(Generic[Batch_co]):
         self._last_run: Run | None = None
 
     def __iter__(self) -> LoaderIterator[Batch_co]:
+        return self._begin(None)
+
+    def __aiter__(self) -> LoaderIterator[Batch_co]:
+        return self._begin(self._factory.loop_here())
+
+    def _begin(self, began_in: HomeLoop | None) -> LoaderIterator[Batch_co]:
         self._factory.check_process()
         with self._lock:
             if self._only is not None:
                 return self._the_only_run(self._only).iterator
-            return (self._take_over() or self._start()).iterator
+            return (self._take_over() or self._start(began_in)).iterator
 
-    def __aiter__(self) -> LoaderIterator[Batch_co]:
-        return iter(self)
-
-    def _start(self) -> _Begun:
-        consumer = Consumer(self._factory)
+    def _start(self, began_in: HomeLoop | None) -> _Begun:
+        consumer = Consumer(self._factory, began_in)
         begun = _Begun(LoaderIterator(consumer), consumer)
         self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
         self._runs.append((weakref.ref(consumer), consumer.run))
@@ -220,14 +246,15 @@ class Loader(Generic[Batch_co]):
     def spec(self) -> BatchSpec:
         """What a batch looks like: path to shape, dtype, sharding and bytes a device.
 
-        Where it cannot be told without reading, a run is started, and taken over by the next `iter`: no batch is lost.
+        Where it cannot be told without reading, a run is started, and taken over by the next `iter` or `aiter`: no batch is lost. An async
+        source stays in the event loop in which it was begun here, one of its own; see `aspec`.
 
         Raises:
             BatchError: the source has no batch.
         """
         leaves = self._factory.specs.known()
         if leaves is None:
-            consumer = self._run_to_look_at()
+            consumer = self._run_to_look_at(None)
             try:
                 leaves = consumer.learn_spec()
             except BaseException:
@@ -237,11 +264,30 @@ class Loader(Generic[Batch_co]):
                 del consumer
         return BatchSpec(leaves, self._factory.ahead)
 
-    def _run_to_look_at(self) -> Consumer:
+    async def aspec(self) -> BatchSpec:
+        """`spec` without blocking the event loop, which then pulls an async source, as in a run that `aiter` begins.
+
+        Raises:
+            BatchError: the source has no batch.
+        """
+        leaves = self._factory.specs.known()
+        if leaves is None:
+            consumer = self._run_to_look_at(self._factory.loop_here())
+            try:
+                leaves = await consumer.learn_spec_async()
+            except Exception:
+                self._asked = None  # nothing to take over
+                raise
+            finally:
+                del consumer
+        return BatchSpec(leaves, self._factory.ahead)
+
+    def _run_to_look_at(self, began_in: HomeLoop | None) -> Consumer:
+        self._factory.check_process()
         with self._lock:
             if self._only is not None:
                 return self._the_only_run(self._only).consumer
-            begun = self._take_over() or self._start()
+            begun = self._take_over() or self._start(began_in)
             self._asked = None if self._factory.one_shot else begun
             return begun.consumer
 

@@ -15,14 +15,16 @@ import warnings
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
 
+import anyio
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from consumers import WAYS, Consume, consumer
+from consumers import BACKENDS, WAYS, Consume, consumer
 from prefetchshard.running import at_exit, closing
 from support import HANG_SECONDS, begin_threads, loader_threads, stacks, threads_left
 
@@ -82,6 +84,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing gives up earlier than it does by itself, for the many tests of what it does then."""
     monkeypatch.setattr("prefetchshard.running.closing.GRACE_SECONDS", 0.1)
     monkeypatch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", 0.3)
+    monkeypatch.setattr("prefetchshard.running.closing.CLOSING_SECONDS", 0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +101,7 @@ def no_thread_left(request: pytest.FixtureRequest) -> Generator[None]:
     if loader_threads():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(closing, "GIVE_UP_SECONDS", 0.5)
+            patch.setattr(closing, "CLOSING_SECONDS", 0.5)
             closing.close_runs(list(at_exit.live - earlier), quietly=True)
     if left:
         pytest.fail(f"{len(left)} thread(s) outlived the test:\n{words}", pytrace=False)
@@ -127,6 +131,20 @@ def slow_sources() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prefetchshard.reading.batch_copying.HAND_OVER_SECONDS", -1.0)
         yield
+
+
+@pytest.fixture(params=BACKENDS)
+def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Runs an async function, on each backend, and not for ever."""
+
+    def run(main: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        async def bounded() -> Any:
+            with anyio.fail_after(HANG_SECONDS):
+                return await main(*args)
+
+        return anyio.run(bounded, backend=request.param)
+
+    return run
 
 
 @pytest.fixture(params=WAYS)

@@ -87,9 +87,15 @@ class Interrupts:
         signal.signal(signal.SIGUSR1, self._old)
 
 
+_WEAK_CALLBACKS = {
+    weakref.finalize.__call__.__code__,
+    *(vars(kind())["_remove"].__code__ for kind in (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)),
+}
+
+
 def _drops_exceptions(frame: FrameType | None) -> bool:
-    """Whether the interpreter would drop what is raised here: in callbacks of the garbage collector and in finalisers."""
-    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks} | {weakref.finalize.__call__.__code__}
+    """Whether the interpreter would drop what is raised here: in callbacks of the garbage collector and of weak references, in finalisers."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks} | _WEAK_CALLBACKS
     while frame is not None:
         if frame.f_code in callbacks or frame.f_code.co_name == "__del__":
             return True
@@ -231,15 +237,11 @@ def ended(iterator: Iterator[Any]) -> bool:
 
 def threads_left() -> list[threading.Thread]:
     """The test's threads of the library that do not end within `PATIENCE_SECONDS`."""
-    left: list[threading.Thread] = []
-    if not loader_threads():
-        return left  # in a long session a collection takes longer than most tests
-    gc.collect()
     deadline = time.monotonic() + PATIENCE_SECONDS
-    for thread in loader_threads():
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            left.append(thread)
+    while (left := loader_threads()) and time.monotonic() < deadline:
+        gc.collect()  # again and again: it does nothing while another thread collects
+        for thread in left:
+            thread.join(0.5 / len(left))
     return left
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -26,20 +26,6 @@ PATIENCE_SECONDS = 30
 
 def full(i: float) -> np.ndarray:
     return np.full(8, i, np.float32)
-
-
-@pytest.fixture(params=BACKENDS)
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Runs an async function, on each backend, and not for ever."""
-
-    def run(main: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        async def bounded() -> Any:
-            with anyio.fail_after(PATIENCE_SECONDS):
-                return await main(*args)
-
-        return anyio.run(bounded, backend=request.param)
-
-    return run
 
 
 class Gate:

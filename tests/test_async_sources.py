@@ -1,4 +1,4 @@
-"""Async sources: pulled in a loop of their own, or in the loop where `ps.from_this_loop` was called."""
+"""Async sources: what they may do, in whichever event loop they are pulled; which one that is: `test_async_loops`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
@@ -32,20 +32,6 @@ def full(i: float) -> np.ndarray:
 
 def numbers(seen: Any) -> list[int]:
     return joined(seen, lambda batch: batch[:1]).astype(int).tolist()
-
-
-@pytest.fixture(params=BACKENDS)
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Runs an async function, on each backend, and not for ever."""
-
-    def run(main: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        async def bounded() -> Any:
-            with anyio.fail_after(PATIENCE_SECONDS):
-                return await main(*args)
-
-        return anyio.run(bounded, backend=request.param)
-
-    return run
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -116,7 +102,7 @@ def test_one_loop_for_all_epochs_of_a_run(S: NamedSharding, consume: Consume) ->
     loops: list[Any] = []
 
     async def source() -> AsyncIterator[np.ndarray]:
-        loops.append(asyncio.get_running_loop())
+        loops.append(anyio.lowlevel.current_token().native_token)
         yield full(0)
 
     consume(ps.Loader(source, S, epochs=3))
@@ -129,11 +115,11 @@ def test_the_finally_of_a_generator_runs_when_the_run_is_closed(S: NamedSharding
 
     async def source() -> AsyncIterator[np.ndarray]:
         try:
-            async for batch in count():
-                yield batch
+            while True:
+                yield full(0)
         finally:
             await anyio.lowlevel.checkpoint()
-            ends.append(type(asyncio.get_running_loop()).__name__)
+            ends.append("ended")
 
     with ps.Loader(source, S) as loader:
         consume(loader, 2)
@@ -158,7 +144,7 @@ def test_the_finally_runs_where_the_source_waits(S: NamedSharding) -> None:
     assert ended.is_set()
 
 
-@pytest.mark.parametrize("where", ["own loop", "this loop"])
+@pytest.mark.parametrize("where", ["own loop", "this loop", "the loop of aiter"])
 def test_what_the_finally_awaits_is_not_cancelled_again(where: str, S: NamedSharding) -> None:
     """As with a task that asyncio cancels: a connection can be closed in peace."""
     ended: list[str] = []
@@ -174,19 +160,19 @@ def test_what_the_finally_awaits_is_not_cancelled_again(where: str, S: NamedShar
             ended.append("ended")
 
     async def main() -> None:
-        loader = ps.Loader(ps.from_this_loop(source()) if where == "this loop" else source(), S)
+        choose = {"own loop": ps.in_own_loop, "this loop": ps.from_this_loop}.get(where, lambda source: source)
+        loader = ps.Loader(choose(source()), S)
         iterator = aiter(loader)
         await anext(iterator)
         await iterator.aclose()
-        if where == "this loop":  # where closing waits for it a moment only
-            await until(lambda: bool(ended))
         assert ended == ["ended"]
 
     asyncio.run(main())
     assert loader_threads() == []
 
 
-def test_a_finally_that_never_ends_is_cancelled_in_the_end(S: NamedSharding) -> None:
+def test_a_finally_that_never_ends_is_cancelled_in_the_end(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefetchshard.sources.asynchronous.CLOSE_SECONDS", 0.2)
     waits, ended = threading.Event(), threading.Event()
 
     async def source() -> AsyncIterator[np.ndarray]:
@@ -487,17 +473,6 @@ def test_asking_for_the_end_of_the_epoch_does_not_block_this_loop(S: NamedShardi
             assert position.ends_epoch is False
 
     run(main)
-
-
-def test_outside_a_loop_it_is_refused(S: NamedSharding) -> None:
-    with pytest.raises(ps.ConfigError, match="running event loop"):
-        ps.from_this_loop(Class(3))
-
-    async def main() -> None:
-        with pytest.raises(ps.ConfigError, match="async iterable"):
-            ps.from_this_loop([1, 2])
-
-    anyio.run(main)
 
 
 def test_closing_while_it_waits(S: NamedSharding, run: Any) -> None:

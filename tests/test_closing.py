@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import signal
@@ -21,7 +22,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from fakes import SOURCES, Dataset, Examples, Gate, Iterable, OpenSource, batch, factory, first, generator, nothing
+from fakes import SOURCES, Dataset, Examples, Gate, Iterable, OpenSource, async_generator, batch, factory, first, generator, nothing
+from prefetchshard.running import closing
 from support import HANG_SECONDS, Thread, called_in, ended, handled_everywhere, loader_threads, no_threads, wait_until
 
 ENDLESS = 10**9
@@ -821,6 +823,178 @@ def test_a_close_that_blocks(blocked: bool, S: NamedSharding) -> None:
     assert "in close" in str(caught[0].message)
     assert ended(iterator)
     may_end.set()
+    gate.open()
+    wait_until(no_threads)
+
+
+class Lasting:
+    """What its sources do when they are closed or dropped lasts until closing has given up on whatever is not inside a close."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gave_up = threading.Event()
+        self.ended = 0
+        join = closing._join_closing  # pyright: ignore[reportPrivateUsage] - tells when it comes to those inside a close
+
+        def tell(*args: Any) -> None:
+            self.gave_up.set()
+            join(*args)
+
+        monkeypatch.setattr(closing, "_join_closing", tell)
+        for name, seconds in (("GRACE_SECONDS", 0.05), ("GIVE_UP_SECONDS", 0.1), ("CLOSING_SECONDS", HANG_SECONDS)):
+            monkeypatch.setattr(closing, name, seconds)
+
+    def last(self) -> None:
+        assert self.gave_up.wait(HANG_SECONDS)
+        self.ended += 1
+
+
+def lasting_close(lasting: Lasting) -> Any:
+    class Source(OpenSource):
+        def close(self) -> None:
+            lasting.last()
+
+    return Source(ENDLESS)
+
+
+def lasting_close_from_outside(lasting: Lasting) -> Any:
+    gate = Gate(1)
+
+    class Source(OpenSource):
+        def close(self) -> None:
+            lasting.last()
+            gate.open()
+
+    return Source(ENDLESS, gate)
+
+
+def lasting_finally(lasting: Lasting) -> Any:
+    try:
+        yield from generator(ENDLESS)
+    finally:
+        lasting.last()
+
+
+def lasting_destructor(lasting: Lasting) -> Any:
+    class Items(OpenSource):
+        def __del__(self) -> None:
+            lasting.last()
+
+    return lambda: Items(ENDLESS)
+
+
+async def lasting_async_finally(lasting: Lasting) -> Any:
+    try:
+        async for item in async_generator(ENDLESS):
+            yield item
+    finally:
+        lasting.last()  # blocks its loop
+
+
+async def lasting_await(lasting: Lasting) -> Any:
+    try:
+        async for item in async_generator(ENDLESS):
+            yield item
+    finally:
+        while not lasting.gave_up.is_set():  # noqa: ASYNC110 - set by a thread
+            await asyncio.sleep(0.001)
+        lasting.ended += 1
+
+
+LASTING = [lasting_close, lasting_close_from_outside, lasting_finally, lasting_destructor, lasting_async_finally, lasting_await]
+
+
+@pytest.mark.parametrize("transforms", [False, True])
+@pytest.mark.parametrize("make", LASTING)
+def test_a_source_inside_its_own_close_is_waited_for(
+    make: Callable[[Lasting], Any], transforms: bool, S: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it stops worker processes: nothing is given up on, and nothing is said (warnings are errors here)."""
+    lasting = Lasting(monkeypatch)
+    with ps.prefetch(make(lasting), S, transform=(lambda x: x) if transforms else None) as loader:
+        for _ in loader:
+            break
+    assert lasting.ended == 1
+    assert no_threads()
+
+
+def test_datasets_of_workers_inside_their_close_are_waited_for(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting = Lasting(monkeypatch)
+    closed: list[int] = []
+
+    class Dataset:
+        def __len__(self) -> int:
+            return 1 << 20
+
+        def __getitem__(self, row: int) -> Any:
+            return np.float32(row)
+
+        def close(self) -> None:
+            lasting.last()
+            closed.append(threading.get_ident())
+
+    with ps.Loader(ps.per_worker(Dataset), S, batch_size=16, workers=3) as loader:
+        for _ in loader:
+            break
+    assert len(set(closed)) == len(closed) > 0
+    assert no_threads()
+
+
+def with_statement(loader: ps.Loader) -> None:
+    with loader:
+        next(iter(loader))
+        raise ZeroDivisionError
+
+
+def with_closing(loader: ps.Loader) -> None:
+    with contextlib.closing(iter(loader)) as iterator:
+        next(iterator)
+        raise ZeroDivisionError
+
+
+def try_finally(loader: ps.Loader) -> None:
+    iterator = iter(loader)
+    try:
+        next(iterator)
+        raise ZeroDivisionError
+    finally:
+        iterator.close()
+
+
+def async_with(loader: ps.Loader) -> None:
+    async def main() -> None:
+        async with loader:
+            await anext(aiter(loader))
+            raise ZeroDivisionError
+
+    asyncio.run(main())
+
+
+def async_closing(loader: ps.Loader) -> None:
+    async def main() -> None:
+        async with contextlib.aclosing(aiter(loader)) as iterator:
+            await anext(iterator)
+            raise ZeroDivisionError
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("where", ["pull", "close"])
+@pytest.mark.parametrize("use", [with_statement, with_closing, try_finally, async_with, async_closing])
+def test_no_warning_takes_the_place_of_an_exception(use: Callable[[ps.Loader], None], where: str, S: NamedSharding) -> None:
+    """Where warnings are errors, as here, what the body raised comes, with a note of the warning."""
+    gate = Gate(1 if where == "pull" else -1)
+
+    class Source(OpenSource):
+        def close(self) -> None:
+            gate.opened.wait()
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        use(ps.prefetch(Source(ENDLESS, gate), S))
+    (note,) = caught.value.__notes__
+    assert note.startswith("StuckThreadWarning: thread prefetchshard-")
+    assert "inside the source's own close() or destructor" in note
+    assert "Give the source a close()" not in note
     gate.open()
     wait_until(no_threads)
 

@@ -140,7 +140,7 @@ def test_steps_go_on_over_epochs_and_runs(S: NamedSharding) -> None:
 def test_a_dropped_batch_uses_no_step(S: NamedSharding) -> None:
     short = [{"x": IMAGES[:8]}, {"x": IMAGES[8:16]}, {"x": IMAGES[16:19]}]
     for transform in (None, lambda batch: batch):
-        loader = ps.Loader(short, S, device_transform=just_key, transform=transform, epochs=2)
+        loader = ps.Loader(short, S, device_transform=just_key, transform=transform, epochs=2, remainder="drop")
         assert [np.asarray(batch["key"]).tolist() for batch in batches(sync(loader))] == keys_of(S)
 
 
@@ -164,9 +164,6 @@ def test_key_is_asked_for_by_name_alone(S: NamedSharding) -> None:
     for function in (functools.partial(by_partial, scale=1.0), Object(), jax.jit(just_key), lambda batch, key=None: just_key(batch, key)):
         loader = ps.Loader({"x": IMAGES}, S, batch_size=8, device_transform=function)
         assert [np.asarray(batch["key"]).tolist() for batch in batches(sync(loader))] == want
-    loader = ps.Loader(IMAGES, S, batch_size=8, device_transform=lambda key: key + 1)
-    with pytest.raises(TypeError):
-        sync(loader)
 
 
 # -- donation
@@ -324,10 +321,8 @@ def test_what_runs_on_several_devices_is_dispatched_by_one_thread(devices: int) 
     assert threads == {"prefetchshard-transfer" if devices == 1 else threading.current_thread().name}
 
 
-def test_what_ctrl_c_cut_off_in_it_is_done_again(S: NamedSharding) -> None:
-    """Over several devices it runs in the consumer's thread; nothing that it was given is gone then."""
-    iterator = iter(ps.prefetch([np.full(8, i, np.int32) for i in range(4)], S, device_transform=lambda x: x + 1))
-    next(iterator)
+def interrupt_what_is_next(iterator: ps.LoaderIterator) -> None:
+    """Ctrl-C right after the consumer's thread has made the next batch, and before it has it."""
     wait_until(lambda: iterator.stats().ready.ready >= 1)
     placed: Any = iterator._consumer.outbox.peek_nowait()
     finish = placed.finish
@@ -340,6 +335,13 @@ def test_what_ctrl_c_cut_off_in_it_is_done_again(S: NamedSharding) -> None:
     placed.finish = interrupted
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
+
+
+def test_what_ctrl_c_cut_off_in_it_is_done_again(S: NamedSharding) -> None:
+    """Over several devices it runs in the consumer's thread; nothing that it was given is gone then."""
+    iterator = iter(ps.prefetch([np.full(8, i, np.int32) for i in range(4)], S, device_transform=lambda x: x + 1))
+    next(iterator)
+    interrupt_what_is_next(iterator)
     assert [int(np.asarray(batch)[0]) for batch in iterator] == [2, 3, 4]
 
 
@@ -377,3 +379,74 @@ def test_shapes_that_never_come_back_do_not_pile_up(monkeypatch: pytest.MonkeyPa
     assert transform is not None
     assert len(transform._compiled) == 3
     assert traced.times == 9  # 8 and 7 were kept, 1 was not
+
+
+# -- without jit
+
+
+def half_by_value(batch: Any, key: Any) -> Any:
+    """What only concrete values allow."""
+    image = batch["image"] / 2 if float(batch["image"].max()) > 9 else batch["image"]
+    return {**batch, "image": image, "drawn": jax.random.bits(key), "one": 1.0, "zeros": jnp.zeros(3)}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("source", ["arrays", "jax.Arrays", "OnDevice"])
+def test_without_jit_it_sees_values(source: str, devices: int) -> None:
+    """With its key, beside leaves that stay on the host; what comes out is of the same types and in the same places as with jit."""
+    mesh = Mesh(np.array(jax.devices()[8 - devices :]), ("data",))
+    S = NamedSharding(mesh, P("data"))
+    image = np.arange(32, dtype=np.float32)
+    text = np.array([f"row {i}" for i in range(32)])
+    made: Any = {
+        "arrays": lambda: {"image": image, "text": text},
+        "jax.Arrays": lambda: [
+            {"image": jax.device_put(image[i : i + 8], NamedSharding(mesh, P())), "text": text[i : i + 8]} for i in range(0, 32, 8)
+        ],
+        "OnDevice": lambda: ps.OnDevice({"image": image}),
+    }[source]()
+    rule: Any = {"image": S} if source == "OnDevice" else {"image": S, "text": ps.HOST}
+    options: Any = {"seed": 3} if source == "jax.Arrays" else {"seed": 3, "batch_size": 8}
+    loader = ps.Loader(made, rule, device_transform=half_by_value, **options)
+    with jax.disable_jit():
+        assert len(loader) == 4
+        got = list(loader)
+        specs = loader.spec()
+    want = list(ps.Loader(made, rule, device_transform=lambda batch, key: {"drawn": jax.random.bits(key)}, **options))
+    assert len(got) == len(want) == 4
+    for i, (batch, other) in enumerate(zip(got, want, strict=True)):
+        rows = image[8 * i : 8 * i + 8]
+        assert np.array_equal(batch["image"], rows / 2 if rows.max() > 9 else rows)
+        assert int(batch["drawn"]) == int(other["drawn"])
+        assert source == "OnDevice" or batch["text"].tolist() == text[8 * i : 8 * i + 8].tolist()
+        for name in ("image", "drawn", "one", "zeros"):
+            assert batch[name].committed
+            assert batch[name].sharding.device_set == S.device_set
+            assert specs[name].shape == batch[name].shape
+
+
+def test_whether_jit_is_off_is_what_was_in_force_at_iter(S: NamedSharding) -> None:
+    """Not where the loader was made, and not where a batch is taken: as with all settings of JAX."""
+    seen: list[bool] = []
+
+    def look(batch: Any) -> Any:
+        seen.append(isinstance(batch, jax.core.Tracer))
+        return batch + 1
+
+    with jax.disable_jit():
+        loader = ps.Loader(np.arange(16, dtype=np.int32), S, batch_size=8, device_transform=look)
+        iterator = iter(loader)
+    assert [int(batch[0]) for batch in iterator] == [1, 9]
+    iterator = iter(loader)
+    with jax.disable_jit():
+        assert [int(batch[0]) for batch in iterator] == [1, 9]
+    assert seen == [False, False, True]
+
+
+def test_what_the_consumers_thread_makes_on_one_device_is_not_donated(R: NamedSharding) -> None:
+    """A leaf that comes from several devices is for that thread to move; what Ctrl-C cuts off there is done again on the same arrays."""
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    source = [{"a": jax.device_put(np.full(8, i, np.float32), R), "b": np.full(8, i, np.float32)} for i in range(3)]
+    iterator = iter(ps.prefetch(source, one, device_transform=lambda batch: jax.tree.map(lambda leaf: leaf + 1, batch)))
+    interrupt_what_is_next(iterator)
+    assert [(int(batch["a"][0]), int(batch["b"][0])) for batch in iterator] == [(1, 1), (2, 2), (3, 3)]

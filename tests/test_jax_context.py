@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import prefetchshard as ps
 from consumers import Consume, batches, consumer
 from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.base.older_mesh import older_mesh
 
 P = PartitionSpec
 sync = consumer("sync")
@@ -390,3 +392,71 @@ def test_threads_of_others_see_nothing_of_it(S: NamedSharding) -> None:
         go_on.set()
         sync(iterator)
     assert found == [before, before]
+
+
+# --- the older `with mesh:`
+
+
+@contextlib.contextmanager
+def with_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """As `with mesh:`, of which JAX warns."""
+    with warnings.catch_warnings(action="ignore"):
+        mesh.__enter__()
+    try:
+        yield
+    finally:
+        mesh.__exit__(None, None, None)
+
+
+def test_the_mesh_of_a_with_block_counts_as_that_of_set_mesh(consume: Consume) -> None:
+    two = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows, over_all = NamedSharding(two, P("data")), NamedSharding(two, P(("data", "model")))
+    x = np.zeros((16, 2), np.float32)
+    cases: list[tuple[Any, NamedSharding]] = [
+        (P("data"), rows), (None, over_all), ({"x": P("data")}, rows), ({"x": None}, over_all), (lambda *_: P("data"), rows),
+        (lambda *_: None, over_all),
+    ]  # fmt: skip
+    for where, want in cases:
+        with with_mesh(two):
+            loader = ps.Loader({"x": x}, where, batch_size=8)
+        for batch in batches(consume(loader)):
+            assert batch["x"].sharding == want
+    with with_mesh(two):
+        assert ps.Loader({"x": x}, P("data"), batch_size=ps.PerDevice(2)).spec()["x"].shape == (8, 2)
+        assert next(iter(ps.Loader(ps.OnDevice({"x": x}), P("data"), batch_size=8)))["x"].sharding == rows
+    one = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with with_mesh(two), jax.set_mesh(one):
+        assert ps.Loader({"x": x}, P("data"), batch_size=8).spec()["x"].sharding == NamedSharding(one, P("data"))
+    with jax.set_mesh(one), with_mesh(two):
+        assert ps.Loader({"x": x}, P("data"), batch_size=8).spec()["x"].sharding == NamedSharding(one, P("data"))
+    with with_mesh(one), with_mesh(two):
+        assert ps.Loader({"x": x}, P("data"), batch_size=8).spec()["x"].sharding == rows
+    assert ps.Loader({"x": x}, P("data"), batch_size=8).spec()["x"].sharding == NamedSharding(one, P("data"))
+
+
+def test_the_mesh_of_a_with_block_is_in_force_in_every_thread() -> None:
+    two = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    seen: dict[str, Any] = {}
+
+    def note(name: str, value: Any) -> Any:
+        seen[name] = older_mesh()
+        return value
+
+    def constrained(batch: Any) -> Any:
+        return note("device_transform", jax.lax.with_sharding_constraint(batch, P("model")))
+
+    before = JaxContext()
+    with with_mesh(two):
+        inside = JaxContext()
+        loader = ps.Loader((note("source", row) for row in np.zeros((8, 2), np.float32)), P("data"), batch_size=8,
+                           transform=lambda row: note("transform", row), device_transform=constrained)  # fmt: skip
+        iterator = iter(loader)
+    (batch,) = iterator
+    assert seen == dict.fromkeys(("source", "transform", "device_transform"), two)
+    assert batch.sharding.is_equivalent_to(NamedSharding(two, P("model")), 2)
+    assert inside != before
+    assert JaxContext() == before
+    assert not inside.is_in_force()
+    with with_mesh(two), before.in_force():
+        assert older_mesh() is None
+    assert older_mesh() is None

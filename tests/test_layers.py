@@ -40,7 +40,7 @@ NOBODY_IMPORTS = {"testing", "app"}
 
 # Who may move data to devices, or compile.
 MAY_CALL = {
-    "device_put": {"placing", "on_device", "staging.pinned"},
+    "device_put": {"placing", "on_device", "staging.pinned", "leaves.on_devices"},
     "make_array_from_callback": {"placing", "on_device"},
     "jit": {"placing", "on_device", "planning.packing"},
 }

@@ -5,21 +5,24 @@ Two threads that dispatch at once may let devices begin in different orders, and
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import prefetchshard as ps
 from consumers import Consume
 from consumers import batches as taken
 from prefetchshard.placing import placer as stages
 from prefetchshard.placing import transfer
+from support import pairwise
 
 ROWS = 16
 DTYPES = [np.float32, np.int8, np.bool_, ml_dtypes.bfloat16]
@@ -152,3 +155,93 @@ def test_what_the_consumer_donates_is_not_the_sources(S: NamedSharding, R: Named
     for i, batch in enumerate(ps.prefetch(({"x": array} for array in own), S)):
         jax.block_until_ready(use_up(batch))
         assert np.asarray(own[i]).tobytes() == values(ROWS, np.float32, i).tobytes()
+
+
+# -- whatever the mesh, the memory, the type and the guard
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESHES = {"auto": ((8,), (AUTO,)), "explicit": ((8,), (EXPLICIT,)), "mixed": ((4, 2), (EXPLICIT, AUTO))}
+OPTIONS: list[dict[str, Any]] = [{}, {"microbatches": 2}, {"remainder": "pad"}, {"remainder": "pad", "microbatches": 2}]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "place", "kind", "dtype", "reuses", "in_force"),
+    pairwise(
+        MESHES,
+        OPTIONS,
+        ["split", "replicated", "one device", "pinned_host", "unpinned_host"],
+        [None, "pinned_host"],
+        [np.float32, ml_dtypes.bfloat16, np.bool_],
+        [True, False],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_wherever_they_lie_and_go(mesh: str, options: Any, place: str, kind: Any, dtype: Any, reuses: bool, in_force: bool) -> None:
+    """With the bits that they had, to just the sharding that was asked for, and without tripping the caller's guard."""
+    sizes, types = MESHES[mesh]
+    there = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model")[: len(sizes)], axis_types=types)
+    rule = NamedSharding(there, PartitionSpec("data"), memory_kind=kind)
+    everywhere = NamedSharding(there, PartitionSpec())
+    source = {
+        "split": NamedSharding(there, PartitionSpec("data")),
+        "replicated": everywhere,
+        "one device": SingleDeviceSharding(jax.devices()[3]),
+    }
+    where = source.get(place) or everywhere.with_memory_kind(place)
+    counts = [ROWS, ROWS, 8 if place == "split" else 6][: 3 if "remainder" in options else 2]
+    given = [
+        np.random.default_rng(n).integers(0, 2 if dtype is np.bool_ else 255, (n, 4, np.dtype(dtype).itemsize), np.uint8) for n in counts
+    ]
+    arrays = [bits.view(dtype)[..., 0] for bits in given]
+    with jax.set_mesh(there) if in_force else contextlib.nullcontext(), jax.transfer_guard("disallow"):
+        got = list(ps.prefetch((jax.device_put(array, where) for array in arrays), rule, reuses_buffers=reuses, **options))
+    spec = PartitionSpec(None, "data") if "microbatches" in options else PartitionSpec("data")
+    for batch, array in zip(got, arrays, strict=True):
+        leaf = batch[0] if "remainder" in options else batch
+        assert leaf.sharding == NamedSharding(there, spec, memory_kind=kind)
+        assert leaf.shape == ((2, 8, 4) if "microbatches" in options else (ROWS, 4))
+        flat = np.asarray(leaf).reshape(ROWS, 4)
+        assert flat[: len(array)].tobytes() == array.tobytes()
+        assert not flat[len(array) :].view(np.uint8).any()
+
+
+@pytest.mark.parametrize("value", [1.0, 2, True, 1j])
+@pytest.mark.parametrize("reuses", [True, False])
+def test_padding_keeps_the_type_so_the_step_compiles_once(value: Any, reuses: bool, S: NamedSharding) -> None:
+    step = jax.jit(lambda batch: batch["w"].sum())
+    full = [{"w": jnp.full((n,), value)} for n in (ROWS, ROWS, 8)]
+    got = list(ps.prefetch(iter(full), S, remainder=ps.Pad(value=1), reuses_buffers=reuses))
+    assert [batch["w"].weak_type for batch in got] == [batch["w"].weak_type for batch in full]
+    assert [complex(step(batch)) for batch in got] == [ROWS * complex(value)] * 2 + [8 * complex(value) + 8]
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reuses", [True, False])
+def test_64_bits_survive_or_are_refused(options: Any, reuses: bool, S: NamedSharding, R: NamedSharding) -> None:
+    """As those of NumPy arrays do: JAX would move them in 32 bits, without a word."""
+    with jax.enable_x64(True):
+        wide = {name: jax.device_put(values, S) for name, values in WIDE.items()}
+        examples = [{"x": jax.device_put(value)} for value in WIDE["large"]]
+    for rule in (S, R):
+        for name, leaf in wide.items():
+
+            def load(leaf: Any = leaf, rule: Any = rule, **more: Any) -> list[Any]:
+                return list(ps.prefetch(iter([{"x": leaf}]), rule, reuses_buffers=reuses, **options, **more))
+
+            if name.startswith("small"):
+                assert np.asarray(load()[0]["x"]).ravel().tolist() == WIDE[name].tolist()
+            else:
+                with pytest.raises(ps.NarrowingError, match="leaf x: row 0 of the batch"):
+                    load()
+                assert np.asarray(load(narrow="allow")[0]["x"]).dtype.itemsize == 4
+            with pytest.raises(ps.NarrowingError, match="narrow='error'"):
+                load(narrow="error")
+            with jax.enable_x64(True):
+                assert np.asarray(load()[0]["x"]).ravel().tolist() == WIDE[name].tolist()
+    with pytest.raises(ps.NarrowingError, match="leaf x: row 0 of the batch"):
+        list(ps.Loader(examples, S, batch_size=ROWS, workers=1))
+
+
+WIDE = {"small": np.arange(ROWS), "small floats": np.arange(ROWS) / 2, "large": np.arange(ROWS) + 2**40, "huge": np.full(ROWS, 1e300)}

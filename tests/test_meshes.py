@@ -53,30 +53,6 @@ def test_make_mesh_uses_the_devices_given() -> None:
     assert make_mesh({"only": 1}, jax.devices()[3:4]).devices.tolist() == [jax.devices()[3]]
 
 
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({}, "at least one axis"),
-        ({"data": 3}, "needs 3 devices, there are 8"),
-        ({"data": 16}, "needs 16 devices, there are 8"),
-        ({"data": -1, "model": 3}, "a multiple of 3 devices, there are 8"),
-        ({"data": -1, "model": -1}, "only one axis may be -1"),
-        ({"data": 0}, "'data' has size 0"),
-        ({"data": -2}, "'data' has size -2"),
-        ({"data": 2.0}, "'data' has size 2.0"),
-        ({"data": True}, "'data' has size True"),
-    ],
-)
-def test_make_mesh_says_what_is_wrong(axes: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_mesh(axes)
-
-
-def test_make_mesh_over_no_devices() -> None:
-    with pytest.raises(ConfigError, match="list of devices is empty"):
-        make_mesh({"data": -1}, [])
-
-
 def test_mesh_in_force_is_that_of_set_mesh() -> None:
     mesh = grid(4, 2)
     assert mesh_in_force() is None

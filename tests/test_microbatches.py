@@ -111,9 +111,6 @@ def test_what_cannot_be_cut_is_refused_where_the_loader_is_made(S: NamedSharding
             ps.Loader(source, S, batch_size=16, microbatches=3)
         with pytest.raises(ps.ConfigError, match=r"4 microbatches has 4 rows.*cuts the rows into 8.*multiple of 32"):
             ps.Loader(source, S, batch_size=16, microbatches=4)
-    for k in (0, -1, 1.5, True, "2"):
-        with pytest.raises(ps.ConfigError, match="microbatches"):
-            ps.Loader(Y, S, batch_size=16, microbatches=k)  # type: ignore[arg-type]
 
 
 def test_whole_batches_that_cannot_be_cut_say_the_numbers(S: NamedSharding) -> None:

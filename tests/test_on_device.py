@@ -176,7 +176,7 @@ shapes = st.lists(st.integers(1, 4), max_size=2).map(tuple)
     leaves=st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4),
     rows=st.integers(1, 40),
     batch=st.sampled_from([1, 2, 3]),
-    remainder=st.sampled_from(["drop", "pad", ps.Pad(mask_key="valid", value=1)]),
+    remainder=st.sampled_from(["drop", "keep", "pad", ps.Pad(mask_key="valid", value=1)]),
     shuffle=st.booleans(),
     seed=st.integers(0, 2**40),
     epochs=st.integers(1, 3),
@@ -188,8 +188,13 @@ def test_as_from_host_memory(
     leaves: Any, rows: int, batch: int, remainder: Any, shuffle: bool, seed: int, epochs: int, microbatches: Any, store: Any, split: Any
 ) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    size = 4 * batch
+    if remainder == "drop":
+        rows += size
+    elif remainder == "keep":
+        rows = 4 * rows
     arrays = {f"x{i}": random_bits((rows, *shape), dtype, i) for i, (dtype, shape) in enumerate(leaves)}
-    options = {"batch_size": 4 * batch, "remainder": remainder, "shuffle": shuffle, "seed": seed, "epochs": epochs}
+    options = {"batch_size": size, "remainder": remainder, "shuffle": shuffle, "seed": seed, "epochs": epochs}
     host, device = both(arrays, NamedSharding(mesh, split), store, microbatches=microbatches, **options)
     assert_alike(host, device)
     assert_alike(host, device)  # the next run
@@ -485,11 +490,6 @@ def test_shardings_that_do_not_go_together_are_refused(S: NamedSharding) -> None
         ps.Loader(ps.OnDevice(X, P("date")), rows, batch_size=8)
 
 
-def test_without_a_batch_size_it_is_refused() -> None:
-    with pytest.raises(ps.ConfigError, match="batch_size"):
-        ps.Loader(ps.OnDevice(X))
-
-
 def test_from_a_factory_it_is_refused(S: NamedSharding) -> None:
     with pytest.raises(ps.ConfigError, match=r"returned ps.OnDevice"):
         list(ps.Loader(lambda: ps.OnDevice(X), S, batch_size=8))
@@ -505,9 +505,11 @@ def test_a_64_bit_jax_array_while_x64_is_off_is_refused(S: NamedSharding) -> Non
 
 
 def test_fewer_rows_than_a_batch_for_ever(S: NamedSharding) -> None:
-    with pytest.raises(ps.ConfigError, match="fewer than a batch"):
-        ps.Loader(ps.OnDevice(X[:4]), S, batch_size=8, epochs=None)
-    assert list(ps.Loader(ps.OnDevice(X[:4]), S, batch_size=8)) == []
+    for epochs in (1, None):
+        with pytest.raises(ps.ConfigError, match="its 4 rows are fewer than batch_size=8"):
+            ps.Loader(ps.OnDevice(X[:4]), S, batch_size=8, epochs=epochs)
+    with pytest.raises(ps.ConfigError, match="epochs=None"):
+        ps.Loader(ps.OnDevice(X[:0]), S, batch_size=8, epochs=None)
     assert list(ps.Loader(ps.OnDevice(X[:0], P("data")), S, batch_size=8, remainder="pad")) == []
 
 

@@ -29,6 +29,7 @@ THREE = Mesh(np.array(DEVICES).reshape(2, 2, 2), ("data", "fsdp", "model"))
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"))
 ROWS = NamedSharding(ONE, P("data"))
 WHOLE = NamedSharding(ONE, P())
+TWO_ROWS = NamedSharding(TWO, P("data"))
 
 
 class Pair(NamedTuple):
@@ -109,7 +110,7 @@ def test_a_spec_takes_the_mesh_in_force_where_the_loader_is_made() -> None:
         rules = resolve(P("data", "model"))
         whole = resolve({"x": None})
     assert placed_by(rules, {"x": rows(2), "n": 3}) == {"x": NamedSharding(TWO, P("data", "model")), "n": NamedSharding(TWO, P())}
-    assert placed_by(whole, {"x": rows(2)}) == {"x": NamedSharding(TWO, P())}
+    assert placed_by(whole, {"x": rows(2)}) == {"x": NamedSharding(TWO, P(("data", "model")))}
 
 
 def test_a_spec_of_one_axis_makes_its_mesh() -> None:
@@ -176,27 +177,49 @@ def test_the_default_device_comes_first() -> None:
 def test_a_prefix_tree() -> None:
     model = NamedSharding(TWO, P("data", "model"))
     sharding = {"image": model, "meta": HOST, "parts": NamedSharding(TWO, P("data")), "whole": None}
-    batch = {"image": rows(2), "meta": [["a"], object()], "parts": (rows(), [rows(3), 5]), "whole": {"w": np.zeros(7)}}
+    batch = {"image": rows(2), "meta": [["a"], object()], "parts": (rows(), [rows(3), 5]), "whole": {"w": rows()}}
     rules = resolve(sharding)
     leaves, structure = rules.flatten(batch)
     assert structure.paths == ("image", "meta", "parts[0]", "parts[1][0]", "parts[1][1]", "whole.w")
     assert structure.named == (True, True, False, False, False, False)
     assert leaves[1] is batch["meta"]
     half = NamedSharding(TWO, P("data"))
-    assert list(placed_by(rules, batch).values()) == [model, HOST, half, half, NamedSharding(TWO, P()), NamedSharding(TWO, P())]
+    assert list(placed_by(rules, batch).values()) == [
+        model,
+        HOST,
+        half,
+        half,
+        NamedSharding(TWO, P()),
+        NamedSharding(TWO, P(("data", "model"))),
+    ]
     assert structure.unflatten(range(6)) == {"image": 0, "meta": 1, "parts": (2, [3, 4]), "whole": {"w": 5}}
 
 
 def test_none_and_bare_specs_in_a_tree_go_where_the_others_are() -> None:
     model = NamedSharding(TWO, P("data", "model"))
     got = place({"a": model, "b": P("model"), "c": None, "d": P()}, {"a": rows(2), "b": rows(), "c": rows(), "d": rows()})
-    assert got == {"a": model, "b": NamedSharding(TWO, P("model")), "c": NamedSharding(TWO, P()), "d": NamedSharding(TWO, P())}
+    assert got == {
+        "a": model,
+        "b": NamedSharding(TWO, P("model")),
+        "c": NamedSharding(TWO, P(("data", "model"))),
+        "d": NamedSharding(TWO, P()),
+    }
     device = SingleDeviceSharding(DEVICES[2])
     assert place([device, None], [rows(), rows()]) == {"[0]": device, "[1]": device}
-    assert place([ONE, None], [rows(), rows()]) == {"[0]": ROWS, "[1]": WHOLE}
-    assert place([HOST, None], [rows(), rows()]) == {"[0]": HOST, "[1]": WHOLE}
+    assert place([ONE, None], [rows(), rows()]) == {"[0]": ROWS, "[1]": ROWS}
+    assert place([WHOLE, None], [rows(), rows()]) == {"[0]": WHOLE, "[1]": ROWS}
+    assert place([HOST, None], [rows(), rows()]) == {"[0]": HOST, "[1]": ROWS}
+    over_all = NamedSharding(Mesh(np.array(DEVICES), ("batch",)), P("batch"))
+    assert place([P("batch"), None], [rows(), rows()]) == {"[0]": over_all, "[1]": over_all}
+    with jax.default_device(DEVICES[3]):
+        assert place([HOST, None], [rows(), rows()]) == {"[0]": HOST, "[1]": SingleDeviceSharding(DEVICES[3])}
+        assert place([ROWS, None], [rows(), rows()]) == {"[0]": ROWS, "[1]": ROWS}
     with jax.set_mesh(ONE):
-        assert place([model, P("data"), None], [rows(2), rows(), rows()]) == {"[0]": model, "[1]": ROWS, "[2]": NamedSharding(TWO, P())}
+        assert place([model, P("data"), None], [rows(2), rows(), rows()]) == {
+            "[0]": model,
+            "[1]": ROWS,
+            "[2]": NamedSharding(TWO, P(("data", "model"))),
+        }
 
 
 def test_none_beside_rules_over_different_devices() -> None:
@@ -234,7 +257,6 @@ def test_errors_come_where_the_rows_do_not_divide() -> None:
         ((ROWS, ROWS), (1, 2, 3), r"sharding has no entry for '\[2\]'"),
         ((ROWS, [ROWS, ROWS]), (1, [2]), r"sharding has an entry for '\[1\]\[1\]', the batch has none"),
         ({"x": {"y": ROWS}}, {"x": np.zeros(3)}, r"sharding has a dict at 'x', the batch an array of shape \(3,\)"),
-        ({"x": ROWS}, None, "sharding has a dict, the batch None"),
         ({"x": ROWS}, collections.OrderedDict(x=1), "sharding has a dict, the batch an OrderedDict"),
         (Pair(ROWS, ROWS), (1, 2), "sharding has a Pair, the batch a tuple"),
         ({"s": Strict(ROWS, "a")}, {"s": Strict(np.zeros(1), "b")}, "the Strict at 's' differs in what it holds beside its leaves"),
@@ -273,16 +295,29 @@ def test_a_callable_is_asked_for_each_leaf() -> None:
 
     def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Any:
         asked.append((path, shape, dtype))
-        return {"a": P("data"), "b[0]": None, "b[1]": HOST, "c": ONE, "d": NamedSharding(TWO, P("data"))}[path]
+        return {"a": P("data"), "b[0]": None, "b[1]": HOST, "c": TWO_ROWS, "d": P()}[path]
 
-    batch = {"a": rows(2), "b": [np.zeros(7, np.int8), rows()], "c": rows(), "d": rows()}
+    batch = {"a": rows(2), "b": [np.zeros(8, np.int8), rows()], "c": rows(), "d": np.zeros(7)}
     got = place(rule, batch)
-    assert got == {"a": ROWS, "b[0]": WHOLE, "b[1]": HOST, "c": ROWS, "d": NamedSharding(TWO, P("data"))}
-    assert asked[:2] == [("a", (8, 2), np.float32), ("b[0]", (7,), np.int8)]
+    assert got == {
+        "a": TWO_ROWS,
+        "b[0]": NamedSharding(TWO, P(("data", "model"))),
+        "b[1]": HOST,
+        "c": TWO_ROWS,
+        "d": NamedSharding(TWO, P()),
+    }
+    assert asked[:2] == [("a", (8, 2), np.float32), ("b[0]", (8,), np.int8)]
+
+
+def test_a_callable_that_returns_none_leaves_it_to_the_default() -> None:
+    assert place(lambda *_: None, {"a": rows(2), "n": 3}) == {"a": ROWS, "n": WHOLE}
+    assert place({"a": lambda *_: None, "b": TWO_ROWS}, {"a": rows(), "b": rows()})["a"] == NamedSharding(TWO, P(("data", "model")))
+    with pytest.raises(PlacementError, match="rules over different devices"):
+        place(lambda path, *_: {"a": None, "b": SingleDeviceSharding(DEVICES[1]), "c": ROWS}[path], {"a": rows(), "b": rows(), "c": rows()})
 
 
 def test_a_callable_is_asked_again_for_another_shape() -> None:
-    rules = resolve(lambda path, shape, dtype: P("data") if shape[0] == 8 else None)
+    rules = resolve(lambda path, shape, dtype: P("data") if shape[0] == 8 else P())
     assert placed_by(rules, {"x": rows()}) == {"x": ROWS}
     assert placed_by(rules, {"x": np.zeros(3)}) == {"x": WHOLE}
 
@@ -321,8 +356,6 @@ def test_a_callable_that_answers_wrongly(answer: Any, message: str) -> None:
         ({"s": Strict(rows(), "tag")}, ("s.array",)),
         ({1: rows(), 2: rows()}, ("[1]", "[2]")),
         ({"a.b": rows(), "image/png": rows()}, ("['a.b']", "image/png")),
-        ({}, ()),
-        (None, ()),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -392,6 +425,8 @@ def test_any_prefix_takes_any_batch_apart_and_puts_it_together(batch: Any, data:
     if not jax.tree.leaves(sharding, is_leaf=lambda node: node is None):
         return
     rules = resolve(sharding)
+    if batch is None or not jax.tree.leaves(batch):
+        return
     leaves, structure = rules.flatten(batch)
     assert len(set(structure.paths)) == len(leaves) == len(structure.named) == len(structure)
     again = structure.unflatten(leaves)
@@ -399,6 +434,67 @@ def test_any_prefix_takes_any_batch_apart_and_puts_it_together(batch: Any, data:
     assert all(x is y for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(batch), strict=True))
     for path, where in placed_by(rules, batch).items():
         assert where in (ROWS, WHOLE, HOST), path
+
+
+# --- host=
+
+
+BATCH = {"x": rows(2), "text": ["a"] * 8, "meta": {"id": rows(), "odd.key": rows(), "name": ["b"] * 8}}
+
+
+@pytest.mark.parametrize(
+    ("host", "paths"),
+    [
+        (("text", "meta.name"), ("meta.id", "meta['odd.key']", "meta.name", "text", "x")),
+        (["text", "meta"], ("meta", "text", "x")),
+        ({"text", "meta"}, ("meta", "text", "x")),
+        (("text", "meta.name", "meta['odd.key']"), ("meta.id", "meta['odd.key']", "meta.name", "text", "x")),
+    ],
+)
+@pytest.mark.parametrize(
+    "sharding", [None, ROWS, P("data"), {"x": ROWS, "text": None, "meta": None}, {"x": ROWS, "text": HOST, "meta": None}]
+)
+def test_leaves_named_by_their_paths_stay_on_the_host(host: Any, paths: tuple[str, ...], sharding: Any) -> None:
+    rules = resolve(sharding, host)
+    got = placed_by(rules, BATCH)
+    assert set(got) == set(paths)
+    assert got == {path: HOST if path in host else ROWS for path in paths}
+    leaves, structure = rules.flatten(BATCH)
+    assert rules.flatten(BATCH)[1] is structure
+    again = structure.unflatten(leaves)
+    assert again["text"] is BATCH["text"]
+    assert again["meta"]["name"] is BATCH["meta"]["name"]
+    assert rules.on_host(structure) == tuple(path in host for path in structure.paths)
+
+
+def test_one_path_and_none() -> None:
+    assert place_with(ROWS, "x", {"x": rows(), "xx": rows()}) == {"x": HOST, "xx": ROWS}
+    assert place_with(ROWS, None, {"x": rows()}) == {"x": ROWS}
+    assert place_with(None, "", rows()) == {"": HOST}
+    assert place_with(ROWS, "[1].y", (rows(), Sample(rows(), "text"))) == {"[0]": ROWS, "[1].x": ROWS, "[1].y": HOST}
+    assert place_with(lambda *_: ROWS, "y", {"x": rows(), "y": object()}) == {"x": ROWS, "y": HOST}
+
+
+def place_with(sharding: Any, host: Any, batch: Any) -> dict[str, Any]:
+    return placed_by(resolve(sharding, host), batch)
+
+
+@pytest.mark.parametrize("host", ["txet", ("text", "txet"), "meta.nam", "meta.name.more", "te"])
+def test_a_path_that_the_batch_lacks(host: Any) -> None:
+    with pytest.raises(ConfigError, match=r"host= names '.*', and the batch has no such leaf.*its leaves are .*'x'"):
+        place_with({"x": ROWS, "text": HOST, "meta": {"id": ROWS, "odd.key": ROWS, "name": HOST}}, host, BATCH)
+    with pytest.raises(ConfigError, match="no such leaf"):
+        resolve(ROWS, host).flatten_arrays({"x": rows(), "text": rows(), "meta": {"name": rows()}})
+
+
+@pytest.mark.parametrize(
+    ("sharding", "host"),
+    [({"x": ROWS}, "x"), ({"x": {"y": ROWS}}, "x"), ({"x": P()}, ["x"]), ({"x": lambda *_: ROWS}, ["x"]), (ROWS, "")],
+    ids=["sharding", "below", "spec", "callable", "whole"],
+)
+def test_a_rule_for_the_very_leaf_that_is_to_stay_on_the_host(sharding: Any, host: Any) -> None:
+    with pytest.raises(ConfigError, match=r"host= names '.*', and sharding= has a rule for"):
+        resolve(sharding, host)
 
 
 # --- what the loader asks
@@ -415,7 +511,8 @@ def test_any_prefix_takes_any_batch_apart_and_puts_it_together(batch: Any, data:
         (NamedSharding(THREE, P(("data", "fsdp"), "model")), 4),
         (SingleDeviceSharding(DEVICES[1]), 1),
         (HOST, 1),
-        ({"a": NamedSharding(TWO, P("data")), "b": NamedSharding(TWO, P("model")), "c": HOST, "d": None}, 4),
+        ({"a": NamedSharding(TWO, P("data")), "b": NamedSharding(TWO, P("model")), "c": HOST, "d": P()}, 4),
+        ({"a": NamedSharding(TWO, P("data")), "d": None}, 8),
         ({"a": ROWS, "b": lambda *_: None}, None),
     ],
 )
@@ -435,7 +532,7 @@ def test_a_device_is_one_of_those_that_the_rules_speak_of() -> None:
 
 
 def test_where_the_mask_goes() -> None:
-    rules = resolve({"a": None, "b": NamedSharding(TWO, P("model", "data"))})
+    rules = resolve({"a": P(), "b": NamedSharding(TWO, P("model", "data"))})
     leaves, structure = rules.flatten({"a": rows(), "b": rows(4)})
     shapes = [leaf.shape for leaf in leaves]
     assert rows_like(rules.shardings(structure, shapes, [np.float32] * 2), shapes) == NamedSharding(TWO, P("model"))

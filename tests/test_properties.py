@@ -131,10 +131,14 @@ def loaders(draw: Any) -> tuple[str, dict[str, Any]]:
     rows = draw(st.integers(0, 4 * size + 3))
     by_rows = name == "host" or draw(st.booleans())
     kind = draw(st.sampled_from(["arrays", *OF_ITEMS] if by_rows else sorted(OF_ITEMS)))
-    remainder = draw(st.sampled_from(["drop", "pad", "error"]))
+    remainder = draw(st.sampled_from(["drop", "keep", "pad", "error"]))
     shuffle = kind in RANDOM_ACCESS and draw(st.booleans())
     if remainder == "error" or (not by_rows and (shuffle or rows < size)):
         rows -= rows % size  # of whole batches the first tells what is short, so it has to be a full one
+    if remainder == "keep":
+        rows -= rows % split  # the last batch is to fit its sharding
+    if remainder == "drop" and by_rows and 0 < rows < size:
+        rows += size  # else there is no batch, which is an error
     options: dict[str, Any] = {
         "remainder": remainder,
         "workers": draw(st.integers(1, 8)),
@@ -166,7 +170,7 @@ def check(way: str, case: dict[str, Any]) -> None:
     seen = consumer(way)(loader)
     full, short = divmod(rows, size)
     check_rows(seen, table(rows), options, size)
-    assert len(seen) == (full + (1 if short and remainder == "pad" else 0)) * epochs
+    assert len(seen) == (full + (1 if short and remainder in ("pad", "keep") else 0)) * epochs
     assert loader.stats().dropped_rows == (short if remainder == "drop" else 0) * epochs
     assert loader.stats().padded_rows == (size - short if short and remainder == "pad" else 0) * epochs
     assert loader.stats().rows + loader.stats().dropped_rows == rows * epochs
@@ -269,7 +273,7 @@ def test_one_seed_one_order_many_times(rows: int, seed: int, epochs: int, settin
 
 
 def check_wholes(sizes: list[int], remainder: Any, workers: int, epochs: int, way: str, by_workers: bool, kind: str) -> None:
-    """Rows may be dropped or padded only at the end of an epoch, and by the measure of the first batch."""
+    """Rows may be dropped or padded only at the end of an epoch, by the measure of the first batch, and only where that is asked for."""
     ends = list(itertools.accumulate(sizes))
     tree = table(ends[-1] if ends else 0)
     items = [{name: leaf[end - n : end] for name, leaf in tree.items()} for end, n in zip(ends, sizes, strict=True)]
@@ -282,7 +286,7 @@ def check_wholes(sizes: list[int], remainder: Any, workers: int, epochs: int, wa
         return
     seen = consumer(way)(loader)
     kept = sizes[:-1] if short and remainder == "drop" else sizes
-    filled = [max(n, sizes[0]) for n in kept] if remainder == "pad" else kept
+    filled = [*sizes[:-1], max(sizes[-1], sizes[0])] if remainder == "pad" and sizes else kept
     assert [len(batch["id"]) for batch, _ in seen] == filled * epochs
     check_rows(seen, tree, options, sizes[-1] + 1 if sizes else 1)
     stats = loader.stats()
@@ -293,7 +297,7 @@ def check_wholes(sizes: list[int], remainder: Any, workers: int, epochs: int, wa
 
 WHOLES = {
     "sizes": st.lists(st.integers(1, 5), max_size=7),
-    "remainder": st.sampled_from(["drop", "pad", "error"]),
+    "remainder": st.sampled_from(["auto", "drop", "keep", "pad", "error"]),
     "workers": st.integers(1, 8),
     "epochs": st.integers(1, 3),
     "way": st.sampled_from(WAYS),

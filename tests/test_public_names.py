@@ -21,12 +21,15 @@ PUBLIC = {
     "Pad",
     "PerDevice",
     "OnDevice",
+    "per_worker",
+    "rebatch",
     # where and what
     "BatchSpec",
     "LeafSpec",
     "Position",
     "describe",
     "from_this_loop",
+    "in_own_loop",
     "make_mesh",
     "process_data_shard",
     # where to go on
@@ -34,6 +37,7 @@ PUBLIC = {
     # what it did
     "Stats",
     # what goes wrong
+    "ArgumentError",
     "BatchError",
     "ConfigError",
     "LeafTypeError",
@@ -48,7 +52,7 @@ PUBLIC = {
 }
 
 METHODS = {
-    "Loader": {"aclose", "close", "spec", "state", "stats"},
+    "Loader": {"aclose", "aspec", "close", "spec", "state", "stats"},
     "LoaderIterator": {"aclose", "close", "position", "state", "stats"},
 }
 

@@ -102,7 +102,10 @@ def test_the_seconds_of_a_pull_count_however_it_comes_out(
         if ends == "raises":
             raise ValueError("no more")
 
-    iterator = iter(ps.Loader(source(), S if batch_size is None else R, batch_size=batch_size, transform=transform))
+    where = S if batch_size is None else R
+    iterator = iter(
+        ps.Loader(source(), where, batch_size=batch_size, transform=transform, remainder="auto" if batch_size is None else "keep")
+    )
     if ends == "raises":
         with pytest.raises(ValueError, match="no more"):
             list(iterator)

@@ -97,10 +97,15 @@ def test_a_full_last_batch_adds_nothing(kind: str, hooks: str, S: NamedSharding)
 @pytest.mark.parametrize("kind", BY_ROWS)
 def test_fewer_rows_than_a_batch_and_none_at_all(kind: str, S: NamedSharding, consume: Consume) -> None:
     source = BY_ROWS[kind]
+    for rows in (5, 1):
+        with pytest.raises(
+            ValueError, match=rf"its {rows} rows are fewer than batch_size=8.*'keep'.*'pad'.*leave batch_size out.*ps.rebatch"
+        ) as told:
+            consume(ps.Loader(source(rows), S, batch_size=8))
+        assert type(told.value) is (ps.ConfigError if kind in ("arrays", "dataset") else ps.BatchError)
     for rows in (5, 1, 0):
-        loader = ps.Loader(source(rows), S, batch_size=8)
-        assert consume(loader) == []
-        assert loader.stats().dropped_rows == rows
+        if rows == 0:
+            assert consume(ps.Loader(source(rows), S, batch_size=8)) == []
         seen = consume(ps.Loader(source(rows), S, batch_size=8, remainder="pad"))
         assert [(np.asarray(b["x"]).tolist(), np.asarray(b["mask"]).tolist()) for b, _ in seen] == (
             [([*range(rows), *[0.0] * (8 - rows)], [True] * rows + [False] * (8 - rows))] if rows else []
@@ -134,11 +139,12 @@ ways = pytest.mark.parametrize("way", BY_HAND)
 def test_a_short_last_batch(kind: str, way: str, S: NamedSharding) -> None:
     source, options = BY_BATCHES[kind], {"workers": 3, **BY_HAND[way]}
 
-    loader = ps.Loader(source(whole(8, 8, 3)), {"x": S, "scale": None}, **options)
+    loader = ps.Loader(source(whole(8, 8, 3)), {"x": S, "scale": None}, remainder="drop", **options)
     seen = sync(loader)
     assert joined(seen, lambda b: b["x"]).tolist() == list(range(16))
     assert places(seen) == [(0, 0, 1, 8, False), (0, 1, 2, 16, True)]
     assert (loader.stats().rows, loader.stats().dropped_rows) == (16, 3)
+    assert str(loader.stats()).endswith("; 3 rows of a remainder were dropped")
 
     loader = ps.Loader(source(whole(8, 8, 3)), {"x": S, "scale": None}, remainder="pad", **options)
     seen = sync(loader)
@@ -158,12 +164,12 @@ def test_a_short_last_batch(kind: str, way: str, S: NamedSharding) -> None:
 @ways
 def test_a_short_batch_in_the_middle(kind: str, way: str, S: NamedSharding) -> None:
     source, options = BY_BATCHES[kind], {"workers": 3, **BY_HAND[way]}
-    for remainder in ("drop", "error"):
+    for remainder in ("auto", "drop", "error", "pad"):
         seen = sync(ps.Loader(source(whole(16, 8, 16)), {"x": S, "scale": None}, remainder=remainder, **options))
         assert [len(b["x"]) for b, _ in seen] == [16, 8, 16]
         assert places(seen) == [(0, 0, 1, 16, False), (0, 1, 2, 24, False), (0, 2, 3, 40, True)]
     seen = sync(ps.Loader(source(whole(16, 5, 16)), {"x": S, "scale": None}, remainder="pad", **options))
-    assert [int(np.asarray(b["mask"]).sum()) for b, _ in seen] == [16, 5, 16]
+    assert [(len(b["x"]), int(np.asarray(b["mask"]).sum())) for b, _ in seen] == [(16, 16), (8, 5), (16, 16)]
     assert places(seen) == [(0, 0, 1, 16, False), (0, 1, 2, 21, False), (0, 2, 3, 37, True)]
 
 
@@ -171,7 +177,7 @@ def test_a_short_batch_in_the_middle(kind: str, way: str, S: NamedSharding) -> N
 @ways
 def test_a_longer_batch_stays_as_it_is(kind: str, way: str, S: NamedSharding) -> None:
     source, options = BY_BATCHES[kind], {"workers": 3, **BY_HAND[way]}
-    for remainder in ("drop", "error", "pad"):
+    for remainder in ("auto", "keep", "drop", "error", "pad"):
         seen = sync(ps.Loader(source(whole(8, 24, 16)), {"x": S, "scale": None}, remainder=remainder, **options))
         assert joined(seen, lambda b: b["x"]).tolist() == list(range(48))
         assert [len(b["x"]) for b, _ in seen] == [8, 24, 16]
@@ -215,16 +221,23 @@ def test_a_short_batch_that_is_ready_before_the_first_one_is_still_padded(S: Nam
 
 
 def test_one_worker_and_many_short_batches_do_not_wait_for_each_other(S: NamedSharding) -> None:
-    seen = sync(ps.Loader(iter(whole(16, 8, 8, 8, 8, 8)), {"x": S, "scale": None}, transform=lambda b: b, workers=1))
-    assert [len(b["x"]) for b, _ in seen] == [16, 8, 8, 8, 8]
+    for remainder, count in (("drop", 5), ("auto", 6)):
+        source = iter(whole(16, 8, 8, 8, 8, 8))
+        seen = sync(ps.Loader(source, {"x": S, "scale": None}, transform=lambda b: b, workers=1, remainder=remainder))
+        assert [len(b["x"]) for b, _ in seen] == [16, 8, 8, 8, 8, 8][:count]
 
 
 def test_an_epoch_that_is_short_as_a_whole(S: NamedSharding) -> None:
-    """The first batch of the run tells, so an epoch may be nothing but a remainder."""
+    """The first batch of the run tells, so an epoch may be nothing but a remainder; one that gives no batch is no quiet loop."""
     epochs = [whole(8), whole(3), whole(8, 8)]
-    loader = ps.Loader(lambda epoch: iter(epochs[epoch]), {"x": S, "scale": None}, epochs=3)
-    assert places(sync(loader)) == [(0, 0, 1, 8, True), (2, 1, 1, 8, False), (2, 2, 2, 16, True)]
-    assert loader.stats().dropped_rows == 3
+    iterator = iter(ps.Loader(lambda epoch: iter(epochs[epoch]), {"x": S, "scale": None}, epochs=3, remainder="drop"))
+    assert places(sync(iterator, 1)) == [(0, 0, 1, 8, True)]
+    with pytest.raises(
+        ps.BatchError, match=r"epoch 1 gave no batch: its only one has 3 rows \(x\), the first of the run had 8.*'keep'.*'pad'"
+    ):
+        next(iterator)
+    loader = ps.Loader(lambda epoch: iter(epochs[epoch]), {"x": S, "scale": None}, epochs=3, remainder="pad")
+    assert places(sync(loader)) == [(0, 0, 1, 8, True), (1, 1, 1, 3, True), (2, 2, 1, 8, False), (2, 3, 2, 16, True)]
 
 
 def test_errors_about_the_remainder_name_the_leaves(S: NamedSharding) -> None:
@@ -450,12 +463,6 @@ def test_padding_that_does_not_fit_is_refused(value: Any, dtype: str, S: NamedSh
             sync(ps.Loader(source, S, remainder=ps.Pad(value=value)))
 
 
-@pytest.mark.parametrize("value", ["0", None, [0], 1j])
-def test_padding_is_a_number(value: Any) -> None:
-    with pytest.raises(ps.ConfigError, match="a number"):
-        ps.Pad(value=value)
-
-
 # -- leaves without rows
 
 
@@ -604,9 +611,10 @@ TEXT = [{"x": np.ones(8)}, {"x": np.array(["a"] * 4)}]
 @pytest.mark.parametrize("options", [{}, {"transform": lambda batch: batch}], ids=["plain", "by workers"])
 @pytest.mark.parametrize("kind", ["list", "generator", "factory"])
 def test_a_short_last_batch_that_is_left_out_need_not_fit(kind: str, options: dict[str, Any], batches: list[Any], S: NamedSharding) -> None:
+    options = {"remainder": "drop", **options}
     assert len(sync(ps.Loader(BY_BATCHES[kind](batches), S, **options))) == 1
     with pytest.raises(ps.BatchError, match="4 rows shorter"):
-        sync(ps.Loader(BY_BATCHES[kind](batches), S, remainder="error", **options))
+        sync(ps.Loader(BY_BATCHES[kind](batches), S, **{**options, "remainder": "error"}))
     for longer in ([*batches, batches[0]], [batches[0], {"x": np.concatenate([batches[1]["x"]] * 2)}]):
         with pytest.raises((ps.NarrowingError, ps.LeafTypeError)) as caught:
             sync(ps.Loader(BY_BATCHES[kind](longer), S, **options))
@@ -644,3 +652,236 @@ def test_after_a_remainder_that_is_an_error_no_further_epoch_is_opened(S: NamedS
     with pytest.raises(ps.BatchError, match="12 rows"):
         sync(ps.Loader(source, S, batch_size=8, remainder="error", epochs=5))
     assert opened == [0]
+
+
+# -- as they are
+
+
+@pytest.mark.parametrize("kind", BY_ROWS)
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_a_last_batch_is_kept_as_it_is(kind: str, hooks: str, mesh: Mesh, consume: Consume) -> None:
+    where = NamedSharding(Mesh(mesh.devices[:4], ("data",)), P("data"))
+    loader = ps.Loader(BY_ROWS[kind](20), where, batch_size=8, remainder="keep", workers=3, **HOOKS[hooks])
+    assert kind not in ("arrays", "dataset") or len(loader) == 3
+    seen = consume(loader)
+    assert [len(b["x"]) for b, _ in seen] == [8, 8, 4]
+    assert joined(seen, lambda b: b["x"]).tolist() == list(range(20))
+    assert places(seen) == [(0, 0, 1, 8, False), (0, 1, 2, 16, False), (0, 2, 3, 20, True)]
+    assert (loader.stats().rows, loader.stats().dropped_rows, loader.stats().padded_rows) == (20, 0, 0)
+
+
+def test_whatever_is_in_it_is_kept(R: NamedSharding) -> None:
+    """Leaves on the host, keys, narrowed leaves, microbatches, rows that stay on the devices, and a state in the middle."""
+    names, keys, ids = [f"n{i}" for i in range(10)], jax.random.split(jax.random.key(0), 10), np.arange(10)
+    examples = [{"name": n, "key": k, "id": i} for n, k, i in zip(names, keys, ids, strict=True)]
+    for source in (examples, iter(examples)):
+        loader = ps.Loader(source, {"name": ps.HOST, "key": R, "id": R}, batch_size=8, remainder="keep")
+        *_, (last, _) = sync(loader)
+        assert (list(last["name"]), np.asarray(last["id"]).tolist()) == (names[8:], [8, 9])
+        assert np.array_equal(jax.random.key_data(last["key"]), jax.random.key_data(keys[8:]))
+    columns = {"id": ids, "name": np.array(names), "wide": np.arange(20.0).reshape(10, 2)}
+    for rules in (ps.HOST, {"id": R, "name": ps.HOST, "wide": ps.HOST}):
+        for shuffle in (False, True):
+            last = list(ps.Loader(columns, rules, batch_size=8, remainder="keep", shuffle=shuffle))[-1]
+            rows = np.asarray(last["id"])
+            assert (len(rows), last["name"].tolist()) == (2, [names[i] for i in rows])
+            assert np.array_equal(last["wide"], columns["wide"][rows])
+    for source in ({"x": ids}, ps.OnDevice({"x": ids}), [{"x": i} for i in ids]):
+        loader = ps.Loader(source, R, batch_size=6, microbatches=2, remainder="keep", shuffle=True, epochs=2)
+        seen = [b for b, _ in sync(loader)]
+        assert [b["x"].shape for b in seen] == [(2, 3), (2, 2)] * 2
+        assert sorted(np.asarray(seen[0]["x"]).ravel().tolist() + np.asarray(seen[1]["x"]).ravel().tolist()) == list(range(10))
+        iterator = iter(loader)
+        next(iterator)
+        state = iterator.state()
+        iterator.close()
+        assert ps.LoaderState.decode(state.encode()).fingerprint.remainder == "keep"
+        rest = sync(ps.Loader(source, R, batch_size=6, microbatches=2, remainder="keep", shuffle=True, epochs=2, state=state))
+        assert [p.rows for _, p in rest] == [10, 6, 10]
+        with pytest.raises(ps.StateError, match=r"remainder: the state has 'keep', this loader 'drop'"):
+            ps.Loader(source, R, batch_size=6, microbatches=2, shuffle=True, epochs=2, state=state)
+    whole = ps.Loader({"x": ids}, R, batch_size=4, remainder="keep")
+    iterator = iter(whole)
+    next(iterator)
+    assert [len(b["x"]) for b in ps.Loader({"x": ids}, R, batch_size=5, remainder="keep", state=iterator.state().rebatch(5))] == [5, 1]
+    iterator.close()
+
+
+def test_what_cannot_be_kept_is_told_where_the_loader_is_made(S: NamedSharding, R: NamedSharding) -> None:
+    for source in ({"x": x(19)}, ps.OnDevice({"x": x(19)}), Dataset(list(x(19)))):
+        with pytest.raises(ps.ConfigError, match=r"19 rows.*batch_size=8.*last batch would have 3.*multiple of 8.*'drop'.*'pad'"):
+            ps.Loader(source, S, batch_size=8, remainder="keep")
+        with pytest.raises(ps.ConfigError, match=r"last batch would have 3.*multiple of 2"):
+            ps.Loader(source, R, batch_size=8, microbatches=2, remainder="keep")
+    for source in (x(19), ps.OnDevice(x(19))):
+        with pytest.raises(ps.PlacementError, match=r"shape \(3,\).*multiple of 8.*'pad'.*'drop'"):
+            ps.Loader(source, lambda path, shape, dtype: S, batch_size=8, remainder="keep")
+    state = next_state(ps.Loader(x(24), S, batch_size=8, remainder="keep"))
+    with pytest.raises(ps.ConfigError, match=r"16 rows of epoch 0 are left.*batch_size=24.*last batch would have 16"):
+        ps.Loader(
+            x(24),
+            NamedSharding(Mesh(np.array(jax.devices()[:3]), ("d",)), P("d")),
+            batch_size=24,
+            remainder="keep",
+            state=state.rebatch(24),
+        )
+
+
+def next_state(loader: ps.Loader[Any]) -> ps.LoaderState:
+    with loader:
+        iterator = iter(loader)
+        next(iterator)
+        return iterator.state()
+
+
+@pytest.mark.parametrize("kind", BY_BATCHES)
+@ways
+def test_the_batches_of_the_source_come_as_they_are(kind: str, way: str, S: NamedSharding, consume: Consume) -> None:
+    for sizes in ((16, 16, 8), (16, 8, 24, 8), (8,), (8, 16), (16, 8, 8, 8)):
+        for remainder in ("auto", "keep"):
+            loader = ps.Loader(BY_BATCHES[kind](whole(*sizes)), S, remainder=remainder, workers=3, **BY_HAND[way])
+            seen = consume(loader)
+            assert [len(b["x"]) for b, _ in seen] == list(sizes)
+            assert joined(seen, lambda b: b["x"]).tolist() == list(range(sum(sizes)))
+            assert [p.ends_epoch for _, p in seen] == [False] * (len(sizes) - 1) + [True]
+            assert loader.stats().dropped_rows == 0
+
+
+@pytest.mark.parametrize("kind", BY_BATCHES)
+@ways
+def test_a_batch_that_its_sharding_cannot_split_is_no_quiet_end(kind: str, way: str, S: NamedSharding) -> None:
+    iterator = iter(ps.Loader(BY_BATCHES[kind](whole(16, 16, 3)), {"x": S, "scale": None}, **BY_HAND[way]))
+    assert len(sync(iterator, 2)) == 2
+    with pytest.raises(ps.PlacementError, match=r"leaf x: shape \(3,\).*multiple of 8.*remainder='pad'.*remainder='drop'"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("kind", BY_BATCHES)
+@ways
+def test_batches_of_many_sizes_under_a_mask(kind: str, way: str, S: NamedSharding) -> None:
+    """Only the last one is filled up to the first; any other as far as its sharding needs."""
+    for sizes, want in (((16, 8, 24, 8), [16, 8, 24, 16]), ((16, 5, 20, 3), [16, 8, 24, 16]), ((12, 8, 16), [16, 8, 16]), ((5,), [8])):
+        loader = ps.Loader(BY_BATCHES[kind](whole(*sizes)), {"x": S, "scale": None}, remainder="pad", workers=3, epochs=1, **BY_HAND[way])
+        seen = sync(loader)
+        assert [len(b["x"]) for b, _ in seen] == want
+        assert [int(np.asarray(b["mask"]).sum()) for b, _ in seen] == list(sizes)
+        got = np.concatenate([np.asarray(b["x"])[np.asarray(b["mask"])] for b, _ in seen])
+        assert got.tolist() == list(range(sum(sizes)))
+        assert loader.stats().padded_rows == sum(want) - sum(sizes)
+
+
+def test_microbatches_of_a_batch_that_has_too_few_rows_for_them(S: NamedSharding) -> None:
+    seen = [b for b, _ in sync(ps.Loader(whole(32, 8, 32), {"x": S, "scale": None}, remainder="pad", microbatches=2))]
+    assert [b["x"].shape for b in seen] == [(2, 16), (2, 8), (2, 16)]
+    assert [int(np.asarray(b["mask"]).sum()) for b in seen] == [32, 8, 32]
+
+
+# -- which leaves have rows
+
+
+def with_constant(*rows: int) -> list[dict[str, Any]]:
+    """Batches of so many rows, with a table of 16 that is no row."""
+    return [{"table": np.arange(16.0), "x": part["x"]} for part in whole(*rows)]
+
+
+WHERE: dict[str, Callable[[], Any]] = {
+    "one device": lambda: jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+    "replicated": lambda: NamedSharding(Mesh(np.array(jax.devices()), ("data",)), P()),
+    "callable": lambda: lambda path, shape, dtype: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    "on the devices": lambda: jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("kind", ["list", "generator", "async generator"])
+def test_rows_are_what_varies(where: str, kind: str) -> None:
+    def source(*rows: int) -> Any:
+        batches = with_constant(*rows)
+        return BY_BATCHES[kind](jax.tree.map(jnp.asarray, batches) if where == "on the devices" else batches)
+
+    sharding = WHERE[where]()
+    seen = sync(ps.Loader(source(16, 16, 5), sharding, remainder="pad"))
+    assert [b["table"].tolist() for b, _ in seen] == [list(range(16))] * 3
+    assert [np.asarray(b["x"])[np.asarray(b["mask"])].tolist() for b, _ in seen] == [
+        list(range(16)),
+        list(range(16, 32)),
+        list(range(32, 37)),
+    ]
+    assert [(b["x"].shape, b["mask"].shape) for b, _ in seen] == [((16,), (16,))] * 3
+    assert [p.rows for _, p in seen] == [16, 32, 37]
+    loader = ps.Loader(source(16, 16, 5), sharding, remainder="drop")
+    assert [p.rows for _, p in sync(loader)] == [16, 32]
+    assert loader.stats().dropped_rows == 5
+    iterator = iter(ps.Loader(source(16, 16, 5), sharding, remainder="error"))
+    assert len(sync(iterator, 2)) == 2
+    with pytest.raises(ps.BatchError, match=r"11 rows shorter than the first one \(x\)"):
+        next(iterator)
+    assert [len(b["x"]) for b, _ in sync(ps.Loader(source(16, 5, 16), sharding, remainder="pad"))] == [16, 5, 16]
+
+
+def test_what_varies_is_told_alike_after_a_state() -> None:
+    one = WHERE["one device"]()
+    whole_run = sync(ps.Loader(with_constant(16, 16, 5), one, remainder="pad"))
+    for done in (1, 2):
+        iterator = iter(ps.Loader(iter(with_constant(16, 16, 5)), one, remainder="pad"))
+        for _ in range(done):
+            next(iterator)
+        state = iterator.state()
+        iterator.close()
+        rest = sync(ps.Loader(iter(with_constant(16, 16, 5)), one, remainder="pad", state=state))
+        for (got, _), (want, _) in zip(rest, whole_run[done:], strict=True):
+            jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
+
+
+def test_a_short_batch_with_other_entries(S: NamedSharding) -> None:
+    for where in (S, WHERE["one device"]()):
+        for last in ({"x": x(3)}, {"x": x(3), "y": x(3), "z": x(3)}):
+            batches = [{"x": x(8), "y": x(8)}, last]
+            loader = ps.Loader(batches, where, remainder="drop")
+            assert len(sync(loader)) == 1
+            assert loader.stats().dropped_rows == 3
+            with pytest.raises(ps.BatchError, match=r"5 rows shorter than the first one"):
+                sync(ps.Loader(batches, where, remainder="error"))
+            got = [b for b, _ in sync(ps.Loader(batches, where, remainder="pad"))][1]
+            assert (sorted(got), len(got["x"]), int(np.asarray(got["mask"]).sum())) == (sorted([*last, "mask"]), 8, 3)
+
+
+@pytest.mark.parametrize("remainder", ["drop", "error", "pad"])
+def test_where_it_cannot_be_told_the_error_asks(remainder: Any) -> None:
+    one = WHERE["one device"]()
+    for batches in (
+        [{"ids": x(16), "offsets": x(5)}],
+        [{"a": x(16), "b": x(16)}, {"a": x(12), "b": x(8)}],
+        [(x(16), x(4))],
+    ):
+        with pytest.raises(
+            ps.BatchError, match=rf"remainder='{remainder}' has to know the rows.*axis 0.*PartitionSpec\('data'\).*'keep'"
+        ) as told:
+            sync(ps.Loader(batches, one, remainder=remainder))
+        assert any("batch" in note for note in told.value.__notes__)
+        assert len(sync(ps.Loader(batches, one))) == len(batches)
+    named = {
+        "ids": NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), P("data")),
+        "offsets": NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), P()),
+    }
+    assert len(sync(ps.Loader([{"ids": x(16), "offsets": x(5)}], named, remainder=remainder))) == 1
+    if remainder == "pad":
+        with pytest.raises(ps.BatchError, match="none of its leaves has an axis"):
+            sync(ps.Loader([{"scale": 3.0}], one, remainder="pad"))
+
+
+def test_columns_in_a_list_are_items(S: NamedSharding) -> None:
+    """A list of two columns is two examples, as a list always is; the error names both ways out."""
+    with pytest.raises(ps.ConfigError, match=r"2 rows are fewer than batch_size=16.*leave batch_size out"):
+        ps.Loader([np.zeros((200, 4)), np.zeros(200)], S, batch_size=16)
+    chunks = iter([np.zeros((16, 4)), np.zeros((16, 4))])
+    with pytest.raises(ps.BatchError, match=r"epoch 0 gave no batch: its 2 rows are fewer than batch_size=16.*ps.rebatch"):
+        sync(ps.Loader(chunks, S, batch_size=16))
+
+
+def test_a_later_epoch_without_a_batch_is_an_error_too(S: NamedSharding, consume: Consume) -> None:
+    loader = ps.Loader(lambda epoch: iter(x(16 if epoch == 0 else 5)), S, batch_size=8, epochs=2)
+    iterator = iter(loader)
+    assert len(sync(iterator, 2)) == 2
+    with pytest.raises(ps.BatchError, match=r"epoch 1 gave no batch: its 5 rows"):
+        next(iterator)

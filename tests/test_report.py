@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import textwrap
 from typing import Any
 
@@ -65,6 +66,14 @@ def test_a_batch_is_told_and_drawn() -> None:
         [3] weights: P() on the mesh {'data': 4, 'fsdp': 2}
             all 8 devices hold all of it
         """)
+
+
+def test_a_notebook_shows_it_as_it_is_printed() -> None:
+    for batch in ({"x": on(np.zeros((8, 3)), "data")}, {}):
+        told = describe(batch)
+        assert repr(told) == str(told) == f"{told}"
+        assert type(str(told)) is str
+        assert pickle.loads(pickle.dumps(told)) == told
 
 
 def test_three_axes_split() -> None:

@@ -79,7 +79,7 @@ def test_what_is_skipped_costs_no_transform_and_no_batch(S: NamedSharding) -> No
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_the_way_is_said_and_counted(count: int, S: NamedSharding) -> None:
     state = state_after(count, batches_of(64, 8).__iter__(), S)
-    assert (state.resumes_by, state.batches, state.rows, state.last_rows, state.batch_rows) == ("replay", count, 8 * count, 8, 8)
+    assert (state.resumes_by, state.batches, state.rows, state.last_rows, state.batch_rows) == ("replay", count, 8 * count, 8, None)
     assert state.sample is not None
     assert len(state.sample) == 16
     iterator = iter(ps.Loader(iter(batches_of(64, 8)), S, state=state))
@@ -147,7 +147,7 @@ def test_a_run_that_goes_on_can_be_closed_while_it_skips(S: NamedSharding) -> No
         while True:
             yield example(0)
 
-    far = msgspec.structs.replace(state, rows=2**60, batches=2**57)
+    far = msgspec.structs.replace(state, rows=2**60, batches=2**57, step=2**57)
     iterator = iter(ps.Loader(endless(), S, batch_size=8, state=far))
     assert reached.wait(30)
     iterator.close()

@@ -110,6 +110,7 @@ def test_a_short_batch_is_moved_and_filled_up_under_a_mask(S: NamedSharding) -> 
     line = Line(S, remainder=Pad(value=7))
     line.send(16)
     line.send(5)  # does not fit eight devices by itself
+    line.end_epoch()
     first, short = line.take()
     assert first.mask is not None
     assert first.mask.all()

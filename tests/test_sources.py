@@ -307,7 +307,7 @@ def test_what_a_factory_must_not_return(S: NamedSharding) -> None:
     with pytest.raises(ps.SourceError, match=r"factory .*nothing.* returned None for epoch 0"):
         next(iter(ps.prefetch(nothing, S)))
     with pytest.raises(ps.ConfigError, match="async function; make it an async generator"):
-        next(iter(ps.prefetch(wrong, S)))
+        next(iter(ps.prefetch(lambda: wrong(), S)))
     with pytest.raises(ps.ConfigError, match="returned something callable"):
         next(iter(ps.prefetch(lambda: nothing, S)))
 

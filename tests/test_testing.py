@@ -241,8 +241,17 @@ class Stateful:
         self.row = json.loads(state)
 
 
+class WithoutEnd(Rows):
+    """A loader never asks for a row past the end."""
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return example(row)
+
+
 RIGHT: dict[str, tuple[Callable[[], Any], SourceReport]] = {
     "dataset": (Rows, SourceReport("dataset", ROWS, ROWS, False, True, False)),
+    "without an IndexError": (WithoutEnd, SourceReport("dataset", ROWS, ROWS, False, True, False)),
+    "one a worker": (lambda: ps.per_worker(Rows), SourceReport("dataset", ROWS, ROWS, False, True, False)),
     "many rows": (ManyRows, SourceReport("dataset", ROWS, ROWS, False, True, False)),
     "list": (lambda: EXAMPLES, SourceReport("dataset", ROWS, ROWS, False, True, False)),
     "iterable": (Repeating, SourceReport("iterator", None, ROWS, False, True, False)),
@@ -284,11 +293,6 @@ def test_no_source_at_all() -> None:
 
 
 # -- sources: what is wrong
-
-
-class WithoutEnd(Rows):
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return example(row)
 
 
 class Short(Rows):
@@ -348,7 +352,6 @@ class WrongLength(Repeating):
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "gives rows outside": (WithoutEnd, "row 20 of 20 is given"),
     "is shorter than its length": (Short, "row 19 of 20 raises IndexError"),
     "has another length each time": (Growing, "the length was 20, and is 21"),
     "is random": (Random, "asked by 4 threads at once: row"),
@@ -389,11 +392,13 @@ def test_a_dataset_that_is_not_safe_for_threads_is_told_so() -> None:
 
 
 def test_examples_are_compared_bit_by_bit() -> None:
-    with pytest.raises(AssertionError, match="row 3 is another one"):
+    with pytest.raises(AssertionError, match=r"row 3 is another one: leaf x is .* dtype=float32\) and not array"):
         check_source(Rows, [*EXAMPLES[:3], {"x": np.full(3, 3, np.float64), "name": "row 3"}, *EXAMPLES[4:]])
     with pytest.raises(AssertionError, match="there are 19 examples"):
         check_source(Rows, EXAMPLES[:-1])
     with pytest.raises(AssertionError, match="item 5 is another one"):
         check_source(Repeating, [*EXAMPLES[:5], EXAMPLES[6], *EXAMPLES[6:]])
+    with pytest.raises(AssertionError, match="row 1 is another one: it is 1 and not 2"):
+        check_source(lambda: [0, 1], [0, 2])
     nan = {"x": np.array([np.nan, -0.0]), "n": None}
     assert check_source(lambda: [nan], [dict(nan)]).items == 1

@@ -26,7 +26,7 @@ NO_WRITER: Any = None
 
 def plan_of(clock: ManualClock, *, places: int = 1, workers: int = 2) -> ReadingPlan:
     functions = UserFunctions(None, None, None)
-    return ReadingPlan(functions, HostQueue(places), Recorder(clock), StartPoint(), 1, None, "drop", workers, reuses_buffers=True)
+    return ReadingPlan(functions, HostQueue(places), Recorder(clock), StartPoint(), 1, None, "drop", workers, None, reuses_buffers=True)
 
 
 def open_batch(plan: ReadingPlan, parts: int) -> OpenBatch:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prefetchshard import PrefetchError, __version__
 
+MOST = 2**31 - 1
 DEMO_PACKAGES = {"optax": "optax", "rich": "rich", "sklearn": "scikit-learn"}
 
 
@@ -57,7 +58,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo.add_argument("--backend", choices=("asyncio", "trio"), help="what runs the async loop (default: asyncio)")
     demo.add_argument(
         "--checkpoint",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="save there now and then, and go on from what is there, to exactly the same result",
     )
@@ -108,6 +109,12 @@ def _mesh(text: str) -> dict[str, int]:
     return axes
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a folder, and it is empty")
+    return Path(text)
+
+
 def _positive(text: str) -> int:
     number = _natural(text)
     if number == 0:
@@ -118,4 +125,6 @@ def _positive(text: str) -> int:
 def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if len(text.lstrip("0")) > len(str(MOST)) or int(text) > MOST:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST:,}")
     return int(text)

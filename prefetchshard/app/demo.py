@@ -9,9 +9,12 @@ spellings; everything that they share is in `Job`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import tempfile
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ import prefetchshard as ps
 
 VIRTUAL_DEVICES = 8
 HELD_OUT_SHARE = 0.2
+HIDDEN = 128
 LEARNING_RATE = 4e-3
 SAVE_EVERY_STEPS = 25
 ENOUGH = 0.95
@@ -93,7 +97,7 @@ def to_float(batch: Batch) -> Batch:
 
 
 def new_parameters(seed: int) -> dict[str, jax.Array]:
-    shapes = {"conv1": (3, 3, 1, 32), "conv2": (3, 3, 32, 64), "hidden": (1024, 128), "out": (128, 10)}
+    shapes = {"conv1": (3, 3, 1, 32), "conv2": (3, 3, 32, 64), "hidden": (1024, HIDDEN), "out": (HIDDEN, 10)}
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     parameters: dict[str, jax.Array] = {}
     for key, (name, shape) in zip(keys, shapes.items(), strict=True):
@@ -136,27 +140,60 @@ class Saved(NamedTuple):
 
 
 class Checkpoint:
-    """A file that holds the newest `Saved`. It is replaced as a whole, so that it is never half written."""
+    """A file that holds the newest `Saved`. It is replaced as a whole, so that it is never half written.
+
+    Raises:
+        ConfigError: no file can be written in that folder; known before the training begins.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "digits.npz"
+        with _refused_if_it_fails(f"--checkpoint {folder}: no file can be written there"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
 
     def load(self) -> Saved | None:
-        if not self._file.exists():
+        """What was saved last; None if nothing was.
+
+        Raises:
+            StateError: the file cannot be read, or is no checkpoint.
+        """
+        try:
+            with open(self._file, "rb") as file:
+                arrays = np.load(file)
+                leaves = [arrays[f"leaf{index}"] for index in range(len(arrays.files) - 2)]
+                return Saved(leaves, float(arrays["accuracy"]), ps.LoaderState.decode(arrays["loader"].tobytes()))
+        except FileNotFoundError:
             return None
-        with np.load(self._file) as arrays:
-            leaves = [arrays[f"leaf{index}"] for index in range(len(arrays.files) - 2)]
-            return Saved(leaves, float(arrays["accuracy"]), ps.LoaderState.decode(arrays["loader"].tobytes()))
+        except Exception as error:  # a damaged file makes NumPy and zipfile raise errors of many kinds
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ps.StateError(
+                f"--checkpoint: {self._file} is no checkpoint of this demo ({why}): remove it, or give another folder"
+            ) from error
 
     def save(self, saved: Saved) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        """Replaces what was saved before.
+
+        Raises:
+            ConfigError: the file cannot be written; what was saved before is still there.
+        """
         unfinished = self._file.with_suffix(".new.npz")
         arrays: dict[str, Any] = {f"leaf{index}": leaf for index, leaf in enumerate(saved.leaves)}
-        with open(unfinished, "wb") as file:
-            np.savez(file, accuracy=saved.accuracy, loader=np.frombuffer(saved.loader.encode(), np.uint8), **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # else the new name could come before the content
-        unfinished.replace(self._file)
+        with _refused_if_it_fails(f"--checkpoint: {self._file} cannot be written"):
+            with open(unfinished, "wb") as file:
+                np.savez(file, accuracy=saved.accuracy, loader=np.frombuffer(saved.loader.encode(), np.uint8), **arrays)
+                file.flush()
+                os.fsync(file.fileno())  # else the new name could come before the content
+            unfinished.replace(self._file)
+
+
+@contextlib.contextmanager
+def _refused_if_it_fails(what: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ps.ConfigError(f"{what}: {error.strerror or error}") from error
 
 
 # --------------------------------------------------------------------------------------------------------------- the job
@@ -188,6 +225,8 @@ class Job:
             return jnp.stack([(right & batch["mask"]).sum(), batch["mask"].sum()])  # padding counts neither way
 
         if saved is not None:
+            if [leaf.shape for leaf in saved.leaves] != [np.shape(leaf) for leaf in jax.tree.leaves(fresh)]:
+                raise ps.StateError(f"--checkpoint {options.checkpoint}: what is saved there is another network: give another folder")
             fresh = jax.tree.unflatten(jax.tree.structure(fresh), saved.leaves)
         self.state: TrainState = jax.device_put(fresh, places)
         self.accuracy = saved.accuracy if saved else 0.0
@@ -327,6 +366,10 @@ def run(options: Options, console: Console | None = None) -> int:
     use_virtual_devices()
     console = console or Console()
     mesh = ps.make_mesh(options.mesh)
+    if HIDDEN % mesh.shape.get("model", 1):
+        raise ps.ConfigError(
+            f"--mesh: the axis model cuts {HIDDEN} units, which {mesh.shape['model']} devices cannot share: take a divisor"
+        )
     data = digits(options.seed)
     steps = options.epochs * (len(data[0]["label"]) // options.batch_size)
     checkpoint = Checkpoint(options.checkpoint) if options.checkpoint else None

@@ -281,9 +281,11 @@ def type_name(value: object) -> str:
 def shown(value: object) -> str:
     """The value for the text of an error, at most 80 characters."""
     try:
-        text = repr(value)
+        text = repr(value).replace("\n", " ")
     except ValueError:  # an integer of more than 4300 digits has no repr
         text = "<a very large value>"
+    except Exception:  # noqa: BLE001 - the text is wanted for an error of ours
+        text = f"<{type_name(value)}>"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

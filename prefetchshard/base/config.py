@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import numbers
 from collections.abc import Callable
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
 
+from prefetchshard.base.codec import shown
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.signatures import is_async, misfit, takes_parameter
+
+MOST_ROWS = 2**63 - 1
+"""Of a batch: a state holds the number in 64 bits."""
+
+MOST_WORKERS = 1024
+"""Threads beyond this only wait for each other. Systems and containers allow a process some thousand, and each batch that one of them
+reads takes memory of its own."""
 
 Narrow: TypeAlias = Literal["check", "error", "allow"]
 
@@ -48,7 +58,7 @@ class PerDevice(msgspec.Struct, frozen=True):
     rows: int
 
     def __post_init__(self) -> None:
-        _at_least("PerDevice(rows)", self.rows, 1)
+        at_least("PerDevice(rows)", self.rows, 1, most=MOST_ROWS)
         _plain_integers(self)
 
 
@@ -70,12 +80,16 @@ class Pad(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask_key, str) or not self.mask_key:  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
-            raise ConfigError(f"Pad(mask_key={self.mask_key!r}): a non-empty string")
+            raise ConfigError(f"Pad(mask_key={shown(self.mask_key)}): a non-empty string")
         if not isinstance(self.value, (numbers.Real, np.bool_)):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
-            raise ConfigError(f"Pad(value={self.value!r}): a number, or True or False")
+            raise ConfigError(f"Pad(value={shown(self.value)}): a number, or True or False")
 
 
-Remainder: TypeAlias = Literal["drop", "error", "pad"] | Pad
+Remainder: TypeAlias = Literal["auto", "drop", "keep", "error", "pad"] | Pad
+
+
+Policy: TypeAlias = Literal["drop", "keep", "error"] | Pad
+"""A remainder policy as the stages see it."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +111,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int | Literal["auto"]
     reuses_buffers: bool
     depth: int
+    read_ahead: int | None = None
     narrow: Narrow
     device_memory: int | None
     host_memory: int | None
@@ -104,19 +119,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch_size, PerDevice):
-            _at_least("batch_size", self.batch_size, 1, optional=True)
+            at_least("batch_size", self.batch_size, 1, most=MOST_ROWS, optional=True)
         if not isinstance(self.remainder, Pad):
-            _one_of("remainder", self.remainder, ("drop", "error", "pad"), " or ps.Pad(...)")
+            _one_of("remainder", self.remainder, ("auto", "drop", "keep", "error", "pad"), " or ps.Pad(...)")
         _one_of("narrow", self.narrow, ("check", "error", "allow"))
-        _at_least("depth", self.depth, 1)
-        _at_least("seed", self.seed, 0)
-        _at_least("epochs", self.epochs, 1, "; None for ever", optional=True)
-        _at_least("microbatches", self.microbatches, 1, optional=True)
-        _at_least("snapshot_every", self.snapshot_every, 1, "; None: never", optional=True)
+        at_least("depth", self.depth, 1)
+        at_least("read_ahead", self.read_ahead, 1, "; None: as far as the other settings allow", optional=True)
+        at_least("seed", self.seed, 0)
+        at_least("epochs", self.epochs, 1, "; None for ever", optional=True)
+        at_least("microbatches", self.microbatches, 1, optional=True)
+        at_least("snapshot_every", self.snapshot_every, 1, "; None: never", optional=True)
         if self.workers != "auto":
-            _at_least("workers", self.workers, 1, "; 'auto' to choose")
+            at_least("workers", self.workers, 1, "; 'auto' to choose", most=MOST_WORKERS)
         _booleans(shuffle=self.shuffle, reuses_buffers=self.reuses_buffers)
-        _functions(collate=self.collate, transform=self.transform, device_transform=self.device_transform)
+        item = "one batch" if self.batch_size is None else "one example"
+        _function("transform", self.transform, item, "rng")
+        _function("collate", self.collate, "a list of examples")
+        _function("device_transform", self.device_transform, "one batch", "key")
         if self.collate is not None and self.batch_size is None:
             raise ConfigError("collate makes a batch from examples, so it needs batch_size=...; for whole batches use `transform`")
         _plain_integers(self)
@@ -129,16 +148,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.remainder if isinstance(self.remainder, Pad) else None
 
     @property
-    def policy(self) -> str | Pad:
-        """The remainder policy with "pad" spelt out."""
-        return self.pad or self.remainder
+    def policy(self) -> Policy:
+        """The remainder policy: what "auto" stands for, and "pad" spelt out."""
+        if self.remainder == "auto":
+            return "keep" if self.batch_size is None else "drop"
+        return self.pad or cast("Policy", self.remainder)
 
 
-def _at_least(name: str, value: object, least: int, more: str = "", *, optional: bool = False) -> None:
+def at_least(name: str, value: object, least: int, more: str = "", *, most: int | None = None, optional: bool = False) -> None:
+    """Check that a value is an integer.
+
+    Raises:
+        ConfigError: it is none, or out of range.
+    """
     if optional and value is None:
         return
+    if most is not None and isinstance(value, numbers.Integral) and int(value) > most:
+        raise ConfigError(f"{name}={shown(value)}: an integer from {least} to {most}{more}")
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
-        raise ConfigError(f"{name}={value!r}: an integer, at least {least}{more}")
+        raise ConfigError(f"{name}={shown(value)}: an integer, at least {least}{more}")
 
 
 def _plain_integers(struct: msgspec.Struct) -> None:
@@ -152,15 +180,25 @@ def _plain_integers(struct: msgspec.Struct) -> None:
 def _booleans(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: True or False")
+            raise ConfigError(f"{name}={shown(value)}: True or False")
 
 
-def _functions(**values: object) -> None:
-    for name, value in values.items():
-        if value is not None and not callable(value):
-            raise ConfigError(f"{name}={value!r}: a function")
+def _function(name: str, value: object, gets: str, extra: str | None = None) -> None:
+    if value is None:
+        return
+    if not callable(value):
+        raise ConfigError(f"{name}={shown(value)}: a function")
+    if is_async(value):
+        raise ConfigError(f"{name} is an async function, and nobody awaits it: make it a plain one, or do this in an async source")
+    if inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value):
+        raise ConfigError(f"{name} is a generator function: return its result instead of yielding it")
+    options = {extra: None} if extra is not None and takes_parameter(value, extra) else {}
+    why = misfit(value, None, **options)
+    if why is not None:
+        also = f" and {extra}=" if options else ""
+        raise ConfigError(f"{name} is called with {gets}{also}, and cannot be: {why}; bind what else it needs by functools.partial")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...], more: str = "") -> None:
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{name}={value!r}: one of {', '.join(map(repr, allowed))}{more}")
+        raise ConfigError(f"{name}={shown(value)}: one of {', '.join(map(repr, allowed))}{more}")

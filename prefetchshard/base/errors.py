@@ -3,6 +3,7 @@
 ```
 PrefetchError
 ├── ConfigError         (ValueError)     the settings cannot work; raised where the loader is made
+│   └── ArgumentError   (TypeError too)  an argument that is not there, or a value in the place of another one
 ├── SourceError         (RuntimeError)   the source broke its contract, or raised what would be read as control flow
 ├── BatchError          (ValueError)     examples do not stack into a batch; names leaf and row
 ├── PlacementError      (ValueError)     a batch does not fit its sharding
@@ -22,6 +23,8 @@ happened. `SourceError` stands in only for what Python would take for control fl
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PrefetchError(Exception):
     """The base of every error that this library raises by itself.
@@ -34,12 +37,28 @@ class PrefetchError(Exception):
         raise ps.PrefetchError("every error below is one too")
     """
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own calls the class with `args`, which are the finished text and need not be what `__init__` takes
+        return _restored, (type(self), self.args), self.__dict__ or None
+
+
+def _restored(kind: type[PrefetchError], args: tuple[Any, ...]) -> PrefetchError:
+    return kind.__new__(kind, *args)
+
 
 class ConfigError(PrefetchError, ValueError):
     """The settings cannot work; the text names the argument, the value and the way out.
 
     Example:
         ps.Loader(np.zeros((64, 3)), batch_size=-1)
+    """
+
+
+class ArgumentError(ConfigError, TypeError):
+    """An argument that a loader does not have, or a value in the place of another argument; the text says what to write.
+
+    Example:
+        ps.Loader(np.zeros((64, 3)), batch_size=8, num_workers=4)
     """
 
 
@@ -76,8 +95,12 @@ class LeafTypeError(PrefetchError, TypeError):
     """
 
     def __init__(self, path: str, what: str, advice: str | None = None) -> None:
-        advice = advice or "keep it on the host (ps.HOST in its place of `sharding=`), encode it in `transform`, or leave it out"
+        advice = advice or f"keep it on the host ({_host(path)}), encode it in `transform`, or leave it out"
         super().__init__(f"leaf {path or '(the batch itself)'}: {what} cannot be put on a device; {advice}")
+
+
+def _host(path: str) -> str:
+    return f"host=({path!r},), or ps.HOST in its place of `sharding=`" if path else "sharding=ps.HOST"
 
 
 class NarrowingError(PrefetchError, OverflowError):

@@ -29,6 +29,10 @@ class HomeLoop:
         except RuntimeError:  # no loop at all
             return False
 
+    def is_same(self, other: HomeLoop) -> bool:
+        """Whether both are one loop."""
+        return self._token is other._token
+
     def call_soon(self, function: Callable[[], object]) -> bool:
         """Call it in the loop. False where the loop is closed. Never blocks."""
         try:
@@ -40,17 +44,36 @@ class HomeLoop:
             return False
         return True
 
-    def start(self, task: Callable[[], Any], keep: Callable[[Any], object]) -> bool:
-        """Run an async function as a task of the loop, with the context variables of this thread."""
+    def start(self, task: Callable[[], Any], keep: Callable[[Any], object], refused: Callable[[], object]) -> bool:
+        """Run an async function as a task of the loop, with the context variables of this thread.
+
+        Args:
+            task: the function.
+            keep: called in the loop with the task, in asyncio.
+            refused: called in the loop where it is about to end, and takes no more tasks.
+        """
         variables = contextvars.copy_context()
 
         def start() -> None:
             if self._is_asyncio:
-                keep(self._token.create_task(task(), context=variables))
-            else:
+                started = self._token.create_task(task(), context=variables)
+                started._log_destroy_pending = False  # who closes the loop early need not hear of a task that is not theirs
+                keep(started)
+                return
+            try:
                 sys.modules["trio"].lowlevel.spawn_system_task(task, context=variables)
+            except RuntimeError:  # the nursery is closed; what is raised here would be an internal error of trio
+                refused()
 
         return self.call_soon(start)
+
+
+def running_loop() -> HomeLoop | None:
+    """The event loop that runs in this thread, if one does."""
+    try:
+        return HomeLoop()
+    except RuntimeError:  # of which all the async libraries' errors are
+        return None
 
 
 def leave_event_loop() -> None:

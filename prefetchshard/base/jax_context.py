@@ -11,6 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.older_mesh import older_mesh, under_older_mesh
+
 _NAMES = (
     "allow_f16_reductions",
     "array_garbage_collection_guard",
@@ -60,8 +63,17 @@ def x64_enabled() -> bool:
 
 
 def mesh_in_force() -> Mesh | None:
-    """The mesh of `jax.set_mesh` in this thread, if there is one."""
-    mesh = jax.sharding.get_mesh()
+    """The mesh of `jax.set_mesh` in this thread, else that of a `with mesh:` block, if there is one."""
+    return _set_mesh() or older_mesh()
+
+
+def _set_mesh() -> Mesh | None:
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError as error:
+        raise ConfigError(
+            "a loader is made and read outside functions that JAX traces (jit, grad, scan and the like): pass its batches to them"
+        ) from error
     return None if mesh.empty else mesh
 
 
@@ -69,6 +81,7 @@ class JaxContext:
     """The thread-local settings of JAX as they were where this was made.
 
     Attributes:
+        mesh: of `jax.set_mesh`.
         sets_aside: whether some of them must not be in force for work of our own; see `set_aside`.
 
     Thread safety: immutable; equal where all settings are.
@@ -76,21 +89,25 @@ class JaxContext:
 
     def __init__(self) -> None:
         self._values = _values_of(jax.config)
-        self.mesh = mesh_in_force()
+        self.mesh = _set_mesh()
+        self._older_mesh = older_mesh()
         self.x64 = x64_enabled()
         given = dict(zip(_MANAGERS, self._values, strict=True))
         self._aside = [(_MANAGERS[name], value) for name, value in _OUR_OWN.items() if name in given and given[name] != value]
         self.sets_aside = bool(self._aside) or self.mesh is not None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, JaxContext) and self._values == other._values and self.mesh == other.mesh
+        return isinstance(other, JaxContext) and self._as_tuple() == other._as_tuple()
 
     def __hash__(self) -> int:
-        return hash((self._values, self.mesh))
+        return hash(self._as_tuple())
+
+    def _as_tuple(self) -> tuple[Any, ...]:
+        return self._values, self.mesh, self._older_mesh
 
     def is_in_force(self) -> bool:
         """Whether this thread has these settings. Half the cost of making another one to compare with."""
-        return self._values == _values_of(jax.config) and self.mesh == mesh_in_force()
+        return self._values == _values_of(jax.config) and self.mesh == _set_mesh() and self._older_mesh == older_mesh()
 
     def set_aside(self) -> AbstractContextManager[Any]:
         """A context for jitted functions of our own: settings that the caller made for his functions, such as NaN checks, are off in it."""
@@ -110,4 +127,5 @@ class JaxContext:
             for manager, value in zip(_MANAGERS.values(), self._values, strict=True):
                 stack.enter_context(manager(value))
             stack.enter_context(jax.set_mesh(self.mesh))
+            stack.enter_context(under_older_mesh(self._older_mesh))
             yield

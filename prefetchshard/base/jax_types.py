@@ -32,6 +32,7 @@ class Device(Protocol):
     @property
     def process_index(self) -> int: ...
     def memory_stats(self) -> dict[str, int] | None: ...
+    def default_memory(self) -> Any: ...
 
 
 class OnDevices(Protocol):
@@ -62,11 +63,21 @@ class _Config(Protocol):
     """The settings that this package reads; JAX looks them up anew at each access."""
 
     jax_default_device: Device | str | None
+    jax_disable_jit: bool
+    jax_transfer_guard_device_to_host: str | None
     jax_transfer_guard_host_to_device: str | None
 
 
 class _Jit(Protocol):
-    def __call__(self, function: Callable[..., Any], /, *, out_shardings: Any = ..., donate_argnums: Sequence[int] = ...) -> Jitted: ...
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        out_shardings: Any = ...,
+        donate_argnums: Sequence[int] = ...,
+        static_argnums: Sequence[int] = ...,
+    ) -> Jitted: ...
 
 
 class _DevicePut(Protocol):
@@ -78,7 +89,9 @@ class _Flatten(Protocol):
 
 
 class _FlattenWithPath(Protocol):
-    def __call__(self, tree: Any, *, is_leaf: IsLeaf | None = ...) -> tuple[list[tuple[Keys, Any]], TreeDef]: ...
+    def __call__(
+        self, tree: Any, *, is_leaf: Callable[..., bool] | None = ..., is_leaf_takes_path: bool = ...
+    ) -> tuple[list[tuple[Keys, Any]], TreeDef]: ...
 
 
 class _Structure(Protocol):
@@ -122,7 +135,6 @@ make_mesh: _MakeMesh = _jax.make_mesh
 tree_flatten: _Flatten = _jax.tree_util.tree_flatten
 tree_flatten_with_path: _FlattenWithPath = _jax.tree_util.tree_flatten_with_path
 tree_structure: _Structure = _jax.tree_util.tree_structure
-keystr: Callable[[Keys], str] = _jax.tree_util.keystr
 
 jit: _Jit = _jax.jit
 device_put: _DevicePut = _jax.device_put

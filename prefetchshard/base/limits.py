@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import re
 
 import msgspec
 
+from prefetchshard.base.codec import shown
 from prefetchshard.base.errors import ConfigError
 
 MOST_IN_FLIGHT = 3
@@ -33,15 +36,15 @@ def parse_bytes(name: str, value: object) -> int | None:
     """
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) > 0:
+        return int(value)
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
         if found and found[2].upper() in _UNITS:
-            size = int(float(found[1]) * _UNITS[found[2].upper()])
-            if size > 0:
-                return size
-    raise ConfigError(f'{name}={value!r}: a positive number of bytes, or a text such as "2GiB" or "500MB"')
+            size = float(found[1]) * _UNITS[found[2].upper()]
+            if math.isfinite(size) and size >= 1:
+                return int(size)
+    raise ConfigError(f'{name}={shown(value)}: a positive number of bytes, or a text such as "2GiB" or "500MB"')
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -49,16 +52,26 @@ class Limits(msgspec.Struct, frozen=True):
     depth: batches ready on the devices ahead of the one in use.
     in_flight: transfers on their way at once.
     slots: batches on the host: being read, read, or in a transfer that is not ready yet.
+    read_ahead: the most batches that may be pulled from the source and not delivered; None: as many as the others allow.
     """
 
     depth: int
     in_flight: int
     slots: int
+    read_ahead: int | None = None
 
     @property
     def ahead(self) -> int:
         """The most batches that are ever pulled from the source and not delivered."""
-        return self.depth + self.in_flight + self.slots
+        if self.read_ahead is None:
+            return self.depth + self.in_flight + self.slots
+        return min(self.read_ahead, self.depth + self.slots)  # a place on the host is then held until there is one on the devices
+
+    def kept_to(self, read_ahead: int | None) -> Limits:
+        """These, with no part of them larger than the whole may be."""
+        if read_ahead is None:
+            return self
+        return Limits(min(self.depth, read_ahead), min(self.in_flight, read_ahead), min(self.slots, read_ahead), read_ahead)
 
 
 def within_bytes(
@@ -94,4 +107,4 @@ def within_bytes(
             raise ConfigError(
                 f"host_memory={host_memory:,} bytes: one batch takes {batch_bytes:,} on the host{two}; raise the bound or make the batches smaller"
             )
-    return Limits(depth, min(in_flight, slots), slots)
+    return Limits(depth, min(in_flight, slots), slots, wanted.read_ahead)

@@ -79,7 +79,7 @@ class EpochEnd:
         if self._known is None and self._home_thread == threading.get_ident():
             raise RuntimeError(
                 "whether this batch ends its epoch is not known before the source was asked for the next item, and the source is pulled in "
-                "the event loop of this thread (ps.from_this_loop), which would be blocked: look at `end_is_known` first, or ask in "
+                "the event loop of this thread, which would be blocked: look at `end_is_known` first, or ask in "
                 "another thread"
             )
         if self._waiters is not None:

@@ -21,3 +21,22 @@ def takes_parameter(function: Callable[..., Any], name: str) -> bool:
     if asked is None or asked.kind not in (asked.POSITIONAL_OR_KEYWORD, asked.KEYWORD_ONLY):
         return False
     return name in taken or any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+
+
+def misfit(function: Callable[..., Any], *values: Any, **options: Any) -> str | None:
+    """Why the function cannot be called so, in Python's words; None where it can, or where its signature cannot be read."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may give what the wrapped function asks for
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*values, **options)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives a coroutine."""
+    called: Any = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)

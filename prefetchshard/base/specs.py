@@ -35,7 +35,7 @@ class BatchSpec(Mapping[str, LeafSpec]):
     """What the batches of a loader look like: a mapping from path to `LeafSpec`.
 
     Attributes:
-        ahead: the most batches that are ever pulled from the source and not yet delivered.
+        ahead: the most batches that are ever pulled from the source and not yet delivered; with `read_ahead` just so many.
         bytes_per_device: what one device holds of one batch.
 
     Example:
@@ -53,7 +53,10 @@ class BatchSpec(Mapping[str, LeafSpec]):
         return sum(leaf.bytes_per_device for leaf in self._leaves.values())
 
     def __getitem__(self, path: str) -> LeafSpec:
-        return self._leaves[path]
+        try:
+            return self._leaves[path]
+        except KeyError:
+            raise KeyError(f"{path!r} is no leaf; the leaves are {', '.join(map(repr, self._leaves))}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._leaves)

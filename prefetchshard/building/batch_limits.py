@@ -40,7 +40,7 @@ class BatchLimits:
         self._small_go_in_bursts = small_go_in_bursts
         self._host_bytes = self._device_bytes = 0  # the most so far
         self.rows_on_devices_bytes = 0
-        self.now = Limits(settings.depth, in_flight, in_flight + read_at_once)
+        self.now = Limits(settings.depth, in_flight, in_flight + read_at_once).kept_to(settings.read_ahead)
 
     @property
     def is_small(self) -> bool:
@@ -64,7 +64,7 @@ class BatchLimits:
             slots = max(slots, SMALL_SLOTS)
         settings = self._settings
         self.now = within_bytes(
-            Limits(settings.depth, self._in_flight, slots),
+            Limits(settings.depth, self._in_flight, slots).kept_to(settings.read_ahead),
             batch_bytes=self._host_bytes,
             device_bytes=self._device_bytes,
             host_memory=settings.host_memory,

@@ -66,6 +66,9 @@ class BatchSpecs:
         tree_of_arrays = self._rules.flatten_arrays(tree)
         planner = self.planner(x64, _nothing if source.stays_on_devices else self._limits.fit)
         plan = planner.placed(host := planner.for_arrays(source.leaves, tree_of_arrays), host.rows)
+        last = source.length % host.rows if host.rows else 0
+        if last and settings.policy == "keep":
+            planner.placed(host, last)
         if isinstance(source, DeviceArrays):
             self._plan_device_rows(source, plan, x64)
         if settings.device_transform is None:
@@ -113,9 +116,9 @@ class BatchSpecs:
         return self._specs.get(x64)
 
     def learn(self, placed: PlacedBatch, *, x64: bool) -> tuple[LeafSpec, ...]:
-        """The spec of the batches, from one of them, made while x64 was in force or not."""
+        """The spec of the batches, from one of them, which is made already; while x64 was in force or not."""
         if x64 not in self._specs:
-            self._specs[x64] = placed.spec() if self._settings.device_transform is None else _spec_of(placed.finished())
+            self._specs[x64] = placed.spec() if self._settings.device_transform is None else _spec_of(placed.batch)
         return self._specs[x64]
 
     def remember(self, placed: PlacedBatch, *, x64: bool) -> None:

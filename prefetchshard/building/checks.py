@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefetchshard.base.config import PerDevice, Settings
+from prefetchshard.base.config import MOST_ROWS, PerDevice, Settings
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.sharding.rules import ShardingRules
@@ -21,7 +21,10 @@ def global_rows(settings: Settings, rules: ShardingRules) -> int | None:
     split = rules.batch_split()
     if split is None:
         raise ConfigError("ps.PerDevice needs a sharding that is known here; with a callable sharding give batch_size as a number")
-    return size.rows * split
+    rows = size.rows * split
+    if rows > MOST_ROWS:
+        raise ConfigError(f"batch_size={size!r}: {rows} rows over {split} devices, and a batch has at most {MOST_ROWS}")
+    return rows
 
 
 def check_source(source: Source, settings: Settings) -> None:
@@ -62,6 +65,23 @@ def check_rows(rules: ShardingRules, settings: Settings, batch_size: int | None)
     if split is not None and (batch_size // k) % split:
         pieces = f"each of the {k} microbatches has {batch_size // k} rows" if k > 1 else f"batch_size={batch_size}"
         raise ConfigError(f"{pieces}, and the sharding {rules} cuts the rows into {split}: use a multiple of {split * k}")
+
+
+def check_last_rows(what: str, last: int, settings: Settings, rules: ShardingRules, batch_size: int) -> None:
+    """Whether a last batch of so many rows, fewer than `batch_size`, can be as asked; `what` has it.
+
+    Raises:
+        ConfigError: it cannot; gives the numbers and the ways out.
+    """
+    where = f"{what}, no multiple of batch_size={batch_size}"
+    ways = "drop it (remainder='drop') or fill it up under a mask (remainder='pad')"
+    if settings.policy == "error":
+        raise ConfigError(f"{where}, and remainder='error': the last batch would have {last}; {ways}")
+    multiple = (rules.batch_split() or 1) * (settings.microbatches or 1)
+    if settings.policy == "keep" and settings.collate is None and last % multiple:
+        raise ConfigError(
+            f"{where}, and remainder='keep': the last batch would have {last}, and the sharding {rules} needs a multiple of {multiple}; {ways}"
+        )
 
 
 def check_endless(source: Source, settings: Settings, order: EpochOrder | None) -> None:

@@ -10,10 +10,13 @@ from prefetchshard.base.config import Settings
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits
+from prefetchshard.building.checks import check_last_rows
 from prefetchshard.leaves.copying import private_copy
 from prefetchshard.ordering.epoch_order import EpochOrder
+from prefetchshard.reading.full_rows import too_few
 from prefetchshard.reading.reading_plan import cpu_count
 from prefetchshard.sharding.batch_tree import in_brackets, leaf_paths
+from prefetchshard.sharding.rules import ShardingRules
 from prefetchshard.sources import Source
 
 MOST_WORKERS = 16
@@ -32,29 +35,38 @@ def choose_workers(source: Source, settings: Settings) -> int:
     return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
 
 
-def make_order(source: Source, settings: Settings, batch_size: int | None) -> EpochOrder | None:
+def make_order(source: Source, settings: Settings, rules: ShardingRules, batch_size: int | None) -> EpochOrder | None:
     """The order of the rows; None where items are pulled.
 
     Raises:
-        ConfigError: the rows make no whole batches, and remainder="error".
+        ConfigError: the rows make no whole batches, and remainder="error"; or no batch at all, and remainder="drop"; or a last one that
+            its sharding cannot split, and remainder="keep".
     """
     if source.is_numbered is False:
         return None
-    drop = settings.remainder == "drop" and batch_size is not None
+    drop = settings.policy == "drop" and batch_size is not None
     order = EpochOrder(source.length, batch_size or 1, drop=drop, shuffle=settings.shuffle, seed=settings.seed)
-    if settings.remainder == "error" and batch_size and order.length % batch_size:
+    if batch_size is not None and order.length % batch_size:
         leaves = in_brackets(leaf_paths(source.tree)) if source.is_memory else ""
-        raise ConfigError(
-            f"the source{leaves} has {order.length} rows, no multiple of batch_size={batch_size}, and remainder='error': the last batch "
-            f"would have {order.length % batch_size}; drop it (remainder='drop') or fill it up under a mask (remainder='pad')"
-        )
+        check_last_rows(f"the source{leaves} has {order.length} rows", order.length % batch_size, settings, rules, batch_size)
+        if drop and order.length < batch_size:
+            raise ConfigError(f"the source{leaves} gives no batch: {too_few(order.length, batch_size)}")
     return order
 
 
 def make_limits(source: Source, settings: Settings, *, batch_size: int | None, workers: int, platform: str) -> BatchLimits:
-    """How many batches may be where."""
+    """How many batches may be where.
+
+    Raises:
+        ConfigError: `read_ahead` is so small that the run could not go on.
+    """
     # A batch that is short waits until the source was asked for the one after it, for which there must be room
-    holds_back = source.is_numbered is False and batch_size is None and settings.pad is None
+    holds_back = source.is_numbered is False and batch_size is None and settings.policy != "keep"
+    if holds_back and settings.read_ahead == 1:
+        raise ConfigError(
+            f"read_ahead=1: under remainder={settings.remainder!r} a batch with fewer rows than the first is not delivered before the source "
+            f"was asked for the next one, which tells whether it is the last; read_ahead=2 is the least here"
+        )
     return BatchLimits(
         settings,
         in_flight=IN_FLIGHT.get(platform, MOST_IN_FLIGHT),
@@ -77,10 +89,11 @@ def _batches_read_at_once(source: Source, settings: Settings, batch_size: int | 
     return 2 if has_functions or not settings.reuses_buffers else 1
 
 
-def keeper(source: Source, settings: Settings) -> Callable[[Any], Any]:
-    """How what stays on the host is kept from being overwritten by the source."""
-    if not settings.reuses_buffers or source.shares_items:
-        return lambda value: value
+def keeper(source: Source, settings: Settings) -> Callable[[Any], Any] | None:
+    """How what stays on the host is kept from being overwritten by the source, or by functions that reuse a buffer; None: it is not."""
+    has_functions = settings.transform is not None or settings.collate is not None
+    if not settings.reuses_buffers or (source.shares_items and not has_functions):
+        return None
     return private_copy if source.is_numbered is True else functools.partial(private_copy, deep=True)
 
 

@@ -8,30 +8,35 @@ from typing import Any
 from prefetchshard.base.clock import Clock
 from prefetchshard.base.config import Settings
 from prefetchshard.base.errors import UsedUpError
+from prefetchshard.base.event_loop import HomeLoop, running_loop
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.building.batch_specs import BatchSpecs
-from prefetchshard.building.checks import check_endless, check_rows, check_source, global_rows
+from prefetchshard.building.checks import check_endless, check_last_rows, check_rows, check_source, global_rows
 from prefetchshard.building.choices import choose_workers, describe, keeper, make_limits, make_order
+from prefetchshard.building.other_names import refuse_as_sharding
 from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.placing.device_transform import DeviceTransform
 from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits
-from prefetchshard.queues.bounded_queue import BoundedQueue
+from prefetchshard.queues.bounded_queue import BoundedQueue, CountedQueue
 from prefetchshard.reading.item_dealer import ItemDealer
 from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan
 from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.reading.writing import Writer
-from prefetchshard.resuming.handed_out import check_one_shot, check_rows_left, fingerprint_of, next_run, start_point_of
+from prefetchshard.resuming.handed_out import check_one_shot, fingerprint_of, next_run, rows_left, start_point_of
 from prefetchshard.resuming.replay import ReplayedSource
 from prefetchshard.running.run import Run
 from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources import Source, recognise
-from prefetchshard.sources.asynchronous import FromThisLoop
-from prefetchshard.sources.iterables import set_epoch
+from prefetchshard.sources.asynchronous import AsyncStream
+from prefetchshard.sources.epochs import set_epoch
+from prefetchshard.sources.iterables import FactoryStream, refuse_used_up
+from prefetchshard.sources.loops import Loops
+from prefetchshard.sources.rebatch import RebatchedStream
 from prefetchshard.staging.layout import Staging
 from prefetchshard.staging.pinned import choose_staging
 
@@ -42,23 +47,30 @@ class RunFactory:
     Args:
         source: the user's.
         sharding: the user's.
+        host: paths of leaves that stay on the host, as the user gave them.
         settings: checked by themselves.
         clock: monotonic seconds.
     """
 
-    def __init__(self, source: Any, sharding: Any, settings: Settings, clock: Clock) -> None:
+    def __init__(self, source: Any, sharding: Any, host: Any, settings: Settings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
         self._pid = os.getpid()
         self._given = source
+        refuse_as_sharding(sharding)
+        refuse_used_up(source)
         self._source = recognise(source, batched=settings.batch_size is not None)
-        rules: ShardingRules = resolve(sharding)
+        self._pulled = self._source.inner if isinstance(self._source, RebatchedStream) else self._source
+        self._may_be_async = isinstance(self._pulled, (AsyncStream, FactoryStream))
+        self._made_in = self.loop_here()
+        rules: ShardingRules = resolve(sharding, host)
         self.batch_size = global_rows(settings, rules)
         self.workers = choose_workers(self._source, settings)
         check_source(self._source, settings)
         check_rows(rules, settings, self.batch_size)
         self._device_transform = None if settings.device_transform is None else DeviceTransform(settings.device_transform, settings.seed)
-        self._order = make_order(self._source, settings, self.batch_size)
+        self._order = make_order(self._source, settings, rules, self.batch_size)
+        self._rules = rules
         self._device = rules.device()
         self._limits = make_limits(self._source, settings, batch_size=self.batch_size, workers=self.workers, platform=self._device.platform)
         self._ring: Staging | None = None
@@ -80,15 +92,34 @@ class RunFactory:
 
     # -- a run
 
-    def build(self, start: StartPoint) -> Run:
-        """The parts of a run that begins at `start`, under the JAX settings in force in this thread."""
+    def loop_here(self) -> HomeLoop | None:
+        """The event loop that runs in this thread, where the source may be an async one."""
+        return running_loop() if self._may_be_async else None
+
+    def _loops(self, began_in: HomeLoop | None) -> Loops:
+        loops = Loops([], began_in, self._made_in)
+        if isinstance(self._pulled, AsyncStream):  # what a factory makes is known when it is called
+            loops.home = self._pulled.home_in(began_in)
+        return loops
+
+    def build(self, start: StartPoint, began_in: HomeLoop | None = None) -> Run:
+        """The parts of a run that begins at `start`, under the JAX settings in force in this thread.
+
+        Args:
+            start: where it begins.
+            began_in: the event loop in which `aiter` begins it.
+        """
         settings, context, clock = self._settings, JaxContext(), self._clock
         rows = self.specs.rows_on_devices(context.x64)
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
         limits, now = self._limits, self._limits.now
-        queue: HostQueue = BoundedQueue(now.slots, held_until_release=True, clock=clock)
         outbox: ReadyQueue = BoundedQueue(now.depth, clock=clock)
+        queue: HostQueue
+        if now.read_ahead is None:
+            queue = BoundedQueue(now.slots, held_until_release=True, clock=clock)
+        else:
+            queue = CountedQueue(now.slots, now.read_ahead, outbox, clock=clock)
         transfers = TransferLimits(now.in_flight, waits_apart=self._device.platform != "cpu")
 
         def fit(host_bytes: int, device_bytes: int) -> None:
@@ -100,7 +131,7 @@ class RunFactory:
         recorder = Recorder(clock)
         planner = self.specs.planner(context.x64, fit, rows)
         plan = ReadingPlan(
-            functions=UserFunctions(settings.transform, settings.collate, settings.seed),
+            functions=UserFunctions(settings.transform, settings.collate, settings.seed, makes_examples=self.batch_size is not None),
             out=queue,
             recorder=recorder,
             start=start,
@@ -108,6 +139,7 @@ class RunFactory:
             batch_size=self.batch_size,
             remainder=settings.policy,
             workers=self.workers,
+            read_ahead=settings.read_ahead,
             reuses_buffers=settings.reuses_buffers,
         )
         sequencer = Sequencer(
@@ -120,8 +152,10 @@ class RunFactory:
             remainder=settings.policy,
             is_endless=settings.epochs is None,
         )
+        loops = self._loops(began_in)
+        writer = Writer(planner, staging, keeper(self._source, settings))
         return Run(
-            self._reader(plan, Writer(planner, staging, keeper(self._source, settings)), self._source if rows is None else rows.numbers),
+            self._reader(plan, writer, self._source if rows is None else rows.numbers, loops),
             sequencer,
             Placer(device_transform, context, recorder, gather=rows),
             outbox,
@@ -130,17 +164,24 @@ class RunFactory:
             staging=staging,
             workers=self.workers,
             context=context,
+            loops=loops if self._may_be_async else None,
         )
 
-    def _reader(self, plan: ReadingPlan, writer: Writer, source: Source) -> Reader:
+    def _reader(self, plan: ReadingPlan, writer: Writer, source: Source, loops: Loops) -> Reader:
         if source.is_numbered is True:
             assert self._order is not None
             rules = writer.planner.rules
-            tree = rules.flatten_arrays(source.tree) if source.is_memory is True and self._settings.transform is None else None
+            gathers = source.is_memory is True and plan.functions.transform is None and plan.functions.collate is None
+            tree = rules.flatten_arrays(source.tree) if gathers else None
             return RowDealer(plan, writer, source, self._order, tree)
-        given = self._given.iterable if isinstance(self._given, FromThisLoop) else self._given
+        given = self._given
         replayed = ReplayedSource(source, plan.start, plan.batch_size, self._settings.snapshot_every, plan.recorder)
-        return ItemDealer(plan, writer, replayed, lambda epoch: set_epoch(given, epoch))
+        start = plan.start
+
+        def tell_epoch(epoch: int) -> None:
+            set_epoch(given, epoch, start.run_epoch if epoch == start.epoch else None)
+
+        return ItemDealer(plan, writer, replayed, tell_epoch, loops)
 
     def go_on_from(self, state: object) -> None:
         """Let the next run begin where a state was saved.
@@ -151,7 +192,10 @@ class RunFactory:
         """
         start = start_point_of(state, self.fingerprint)
         if self._order is not None:
-            check_rows_left(start, self._order, self._settings, self.batch_size)
+            left = rows_left(start, self._order, self.batch_size)
+            if self.batch_size is not None and left % self.batch_size:
+                what = f"{left} rows of epoch {start.epoch} are left"
+                check_last_rows(what, left % self.batch_size, self._settings, self._rules, self.batch_size)
         elif self.one_shot:
             check_one_shot(start, self._given)
         self.next_start = start
@@ -178,19 +222,6 @@ class RunFactory:
         if self._pid != os.getpid():
             raise UsedUpError(
                 "this loader was made in the parent of this forked process; make a new one here, after a spawn rather than a fork"
-            )
-
-    def check_thread(self) -> None:
-        """Whether this thread may wait for a batch.
-
-        Raises:
-            RuntimeError: it is the thread of the event loop that has to produce it.
-        """
-        home = self._source.home
-        if home is not None and home.runs_here():
-            raise RuntimeError(
-                "the source is bound to the event loop of this thread (ps.from_this_loop), so waiting here would block the loop that has "
-                "to produce the batch: use `async for`, or consume in another thread"
             )
 
     def steps(self) -> int:

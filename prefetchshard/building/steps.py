@@ -11,9 +11,11 @@ from prefetchshard.base.position import StartPoint
 from prefetchshard.building.batch_specs import BatchSpecs
 from prefetchshard.building.choices import describe
 from prefetchshard.ordering.epoch_order import EpochOrder
-from prefetchshard.planning.plan import HostPlan
 from prefetchshard.planning.planner import Planner
 from prefetchshard.sources import Source
+
+MOST_EPOCHS = 1024
+"""The last batch of each of so many shuffled epochs is looked up; that takes some tens of milliseconds."""
 
 
 def steps_of_run(
@@ -31,35 +33,54 @@ def steps_of_run(
         if not left:
             return 0
         steps = order.steps(start.rows if batch_size is not None else start.batches) + (left - 1) * order.steps()
-        return steps - sum(_drops_last(source, settings, batch_size, order, specs, start, start.epoch + i) for i in range(left))
+        return steps - _left_out(source, settings, batch_size, order, specs, start, left)
     length = source.length
     if length is None:
         raise TypeError(f"a loader over {describe(source, batch_size)} has no length")
     if batch_size is None:
         return max(0, left * length - start.batches)
     # The epoch may have had another batch size up to here, so its rows tell what is left of it
-    more = 0 if settings.remainder == "drop" else batch_size - 1
+    more = 0 if settings.policy == "drop" else batch_size - 1
     return 0 if not left else (left - 1) * ((length + more) // batch_size) + (max(0, length - start.rows) + more) // batch_size
 
 
-def _drops_last(
-    source: Source, settings: Settings, batch_size: int | None, order: EpochOrder, specs: BatchSpecs, start: StartPoint, epoch: int
-) -> bool:
-    """Whether the last batch of an epoch is dropped as shorter than the first of the run: told of lists, which can be looked at."""
-    looks = batch_size is None and settings.remainder == "drop" and settings.transform is None
+def _left_out(
+    source: Source, settings: Settings, batch_size: int | None, order: EpochOrder, specs: BatchSpecs, start: StartPoint, epochs: int
+) -> int:
+    """How many epochs leave out their last batch as shorter than the first of the run: told of lists, which can be looked at.
+
+    Raises:
+        TypeError: the order is shuffled, and there are too many epochs to look at each.
+    """
+    looks = batch_size is None and settings.policy == "drop" and settings.transform is None
     if not looks or source.is_numbered is False or not source.shares_items or order.length < 2:
-        return False
-    places = ((start.run_epoch, 0), (epoch, order.length - 1))
-    first, last = (order.rows(epoch, place, place + 1) for epoch, place in places)
-    batches = [source.read(row.start if isinstance(row, slice) else int(row[0])) for row in (first, last)]
+        return 0
     planner = specs.planner(x64_enabled())
     try:
-        first, last = (_host_plan(planner, batch) for batch in batches)
+        rows = [_rows(planner, source.read(i)) for i in range(order.length)]
     except PrefetchError:  # the run will say it
-        return False
-    return first.tree == last.tree and None not in (first.rows, last.rows) and (last.rows or 0) < (first.rows or 0)
+        return 0
+    first = start.batch_rows
+    if first is None:
+        first = rows[_item(order, start.run_epoch, 0)]
+    short = {i for i, count in enumerate(rows) if count is not None and first is not None and count < first}
+    if not short:
+        return 0
+    if not order.shuffle:
+        return epochs if order.length - 1 in short else 0
+    if epochs > MOST_EPOCHS:
+        raise TypeError(
+            f"a loader over {epochs} shuffled epochs of batches of different sizes, under remainder='drop', has no length that can be told "
+            f"before it runs"
+        )
+    return sum(_item(order, start.epoch + i, order.length - 1) in short for i in range(epochs))
 
 
-def _host_plan(planner: Planner, batch: Any) -> HostPlan:
+def _item(order: EpochOrder, epoch: int, place: int) -> int:
+    rows = order.rows(epoch, place, place + 1)
+    return rows.start if isinstance(rows, slice) else int(rows[0])
+
+
+def _rows(planner: Planner, batch: Any) -> int | None:
     leaves, tree = planner.rules.flatten(batch)
-    return planner.for_batch(planner.as_host_leaves(leaves, tree), tree)
+    return planner.for_batch(planner.as_host_leaves(leaves, tree), tree).rows

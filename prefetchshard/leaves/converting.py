@@ -5,6 +5,7 @@ Tensors of other libraries are recognised by their attributes, so that no librar
 
 from __future__ import annotations
 
+import inspect
 import mmap
 import sys
 from collections.abc import Callable
@@ -13,27 +14,29 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from prefetchshard.base.errors import BatchError, LeafTypeError, NarrowingError
+from prefetchshard.base.errors import BatchError, LeafTypeError, NarrowingError, PlacementError
 from prefetchshard.base.memory import AnyArray
+from prefetchshard.base.number_lists import NUMPY_SCALARS as NUMPY_SCALARS  # also for those who import this module
+from prefetchshard.base.number_lists import numbers_in, ragged_at
+from prefetchshard.leaves.on_devices import values_of
 
 _OPAQUE_BYTES = (bytearray, mmap.mmap)
 _NO_FORM = {"float6_e2m3fn", "float6_e3m2fn", "complex32", "bcomplex32"}  # dtypes of ml_dtypes that JAX's runtime does not support
-
-NUMPY_SCALARS: frozenset[type] = frozenset(cast("Any", kind) for kind in np.sctypeDict.values() if issubclass(kind, (np.bool_, np.number)))
-"""The types of NumPy's scalars, which have a dtype and a shape like arrays."""
 
 
 def as_array(leaf: Any, path: str = "") -> AnyArray:
     """The leaf as a NumPy array, without a copy if possible.
 
     Args:
-        leaf: a NumPy array or scalar, a Python number, a torch or TensorFlow tensor, or anything with `__array__`, `__dlpack__` or a
-            buffer of numbers.
+        leaf: a NumPy array or scalar, a Python number, a list of numbers (nested or not), a torch or TensorFlow tensor, or anything with
+            `__array__`, `__dlpack__` or a buffer of numbers.
         path: path of the leaf, for error messages.
 
     Raises:
         LeafTypeError: the leaf is text, an object, a date, a structured or masked array, a sparse tensor or a PRNG key.
-        NarrowingError: the leaf is a Python integer beyond 64 bits.
+        PlacementError: the leaf is a jax.Array that was deleted.
+        NarrowingError: the leaf is, or holds, a Python integer beyond 64 bits.
+        BatchError: the leaf is a ragged list.
     """
     if type(leaf) is np.ndarray:
         array = leaf
@@ -62,22 +65,32 @@ def is_a(value: Any, kind: Any) -> bool:
 
 def _foreign(leaf: Any, path: str) -> AnyArray:
     kind = cast("Any", type(leaf))
+    if kind is list:
+        return _from_list(leaf, path)
     if isinstance(leaf, (bool, float, complex, np.generic)):
         return np.asarray(leaf)
     if isinstance(leaf, int):
         return _python_int(leaf, path)
     if isinstance(leaf, (str, bytes)):
         raise LeafTypeError(path, f"{kind.__name__} {leaf[:30]!r}")
-    if _is_torch(leaf):
+    if is_torch(leaf):
         return _from_torch(leaf, path)
-    if isinstance(leaf, jax.Array) and not is_a(leaf.dtype, np.dtype):
-        raise LeafTypeError(path, f"an array of {leaf.dtype} among numbers", "let each example have PRNG keys there, or none")
+    if isinstance(leaf, jax.Array):
+        return _from_jax(leaf, path)
     for offers, convert in _WAYS.items():
         if hasattr(leaf, offers):
             return _converted(leaf, path, convert)
     if not isinstance(leaf, _OPAQUE_BYTES) and _has_buffer(leaf):
         return _converted(leaf, path, np.asarray)
-    raise LeafTypeError(
+    raise _no_array(leaf, path)
+
+
+def _no_array(leaf: Any, path: str) -> LeafTypeError:
+    if inspect.iscoroutine(leaf):
+        advice = "it comes of an async function, which nobody awaits: make that a plain one, or pass an async generator as the source"
+        return LeafTypeError(path, "a coroutine", advice)
+    kind = cast("Any", type(leaf))
+    return LeafTypeError(
         path,
         f"an object of type {kind.__module__}.{kind.__qualname__}",
         f"if {kind.__qualname__} is a container, register it (`jax.tree_util.register_dataclass`, `register_pytree_node`) or convert it to a "
@@ -94,7 +107,7 @@ def _converted(leaf: Any, path: str, convert: Callable[[Any], AnyArray]) -> AnyA
     except (TypeError, ValueError, BufferError) as error:
         kind = cast("Any", type(leaf))
         raise LeafTypeError(path, f"an object of type {kind.__module__}.{kind.__qualname__}, of which NumPy makes no array,") from error
-    except Exception as error:  # e.g. a jax.Array that was deleted
+    except Exception as error:  # raised by the leaf's own code
         error.add_note(f"leaf {path or '(the batch itself)'}")
         raise
 
@@ -116,9 +129,43 @@ def _python_int(leaf: int, path: str) -> AnyArray:
     raise NarrowingError(f"leaf {path or '(the batch itself)'}: the integer {leaf} has more than 64 bits; keep it on the host with ps.HOST")
 
 
-def _is_torch(leaf: Any) -> bool:
+def _from_list(leaf: list[Any], path: str) -> AnyArray:
+    name = path or "(the batch itself)"
+    try:
+        array = np.asarray(leaf)
+    except ValueError:
+        raise BatchError(
+            f"leaf {name}: the list is ragged: {ragged_at(leaf)}; pad or cut its parts in `transform`, or where batches are made of examples "
+            f"in `collate`, or keep it on the host (host=({path!r},))"
+        ) from None
+    if array.dtype == object or (array.dtype.kind == "f" and all(isinstance(number, int) for number in numbers_in(leaf))):
+        raise NarrowingError(
+            f"leaf {name}: no type of 64 bits holds all integers of the list, from {min(numbers_in(leaf))} to {max(numbers_in(leaf))}; keep "
+            f"it on the host (host=({path!r},))"
+        )
+    return array
+
+
+def is_torch(leaf: Any) -> bool:
+    """Whether it is a torch tensor."""
     torch = sys.modules.get("torch")  # a tensor exists only if something imported torch
     return torch is not None and isinstance(leaf, getattr(torch, "Tensor", ()))
+
+
+def _from_jax(leaf: Any, path: str) -> AnyArray:
+    if not is_a(leaf.dtype, np.dtype):
+        raise LeafTypeError(path, f"an array of {leaf.dtype} among numbers", "let each example have PRNG keys there, or none")
+    if leaf.is_deleted():
+        raise deleted(leaf, path)
+    return _converted(leaf, path, values_of)
+
+
+def deleted(array: Any, path: str) -> PlacementError:
+    """The error for a jax.Array without memory."""
+    return PlacementError(
+        f"leaf {path or '(the batch itself)'}: the jax.Array of shape {array.shape} was deleted before it was placed, most likely donated to a "
+        f"jitted function: let the source yield NumPy arrays, or new jax.Arrays"
+    )
 
 
 def _from_torch(leaf: Any, path: str) -> AnyArray:

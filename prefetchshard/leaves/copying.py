@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import copy
-import operator
 import sys
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import jax
 import numpy as np
 
-from prefetchshard.base.errors import SourceError
+from prefetchshard.base.cycles import cycle_in, root_only
+from prefetchshard.base.errors import BatchError, SourceError
 from prefetchshard.base.jax_types import tree_flatten, tree_structure
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.converting import NUMPY_SCALARS, is_a
+from prefetchshard.leaves.on_devices import is_jax_array, may_change, private_array
 
 _LEAF = tree_structure(0)
 _ATOMS = NUMPY_SCALARS | {str, bytes, bool, int, float, complex, type(None)}
 _IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic, jax.Array)
 
 
-def private_copy(value: Any, *, deep: bool = False) -> Any:
+def private_copy(value: Any, *, deep: bool = False, jax_arrays: bool = True) -> Any:
     """A copy of the value that shares no array, tensor, list or dict with it.
 
     Args:
         value: anything.
         deep: copy other objects too, with `copy.deepcopy`.
+        jax_arrays: copy jax.Arrays that may share memory with a NumPy array. False: nobody writes that memory.
 
     Raises:
         SourceError: `deep` is set and an object cannot be copied.
@@ -41,22 +42,31 @@ def private_copy(value: Any, *, deep: bool = False) -> Any:
             if of is np.ndarray and not part.dtype.hasobject:
                 copies[key] = part.copy()
             else:
-                copies[key] = part if of in _ATOMS else private_copy(part, deep=deep)
+                copies[key] = part if of in _ATOMS else private_copy(part, deep=deep, jax_arrays=jax_arrays)
         return copies
-    if kind in _ATOMS or _is_immutable(value):
+    if kind in _ATOMS:
         return value
+    if _is_immutable(value):
+        return private_array(value) if jax_arrays and is_jax_array(value) else value
     if is_a(value, np.ndarray):
-        return _own_array(value, deep)
-    if kind is list:
-        return [private_copy(v, deep=deep) for v in value]
+        return _own_array(value, deep, jax_arrays)
+    if kind is list or kind is tuple:
+        parts: list[Any] = [private_copy(v, deep=deep, jax_arrays=jax_arrays) for v in value]
+        return parts if kind is list else tuple(parts)
     if kind is memoryview:
         copied: Any = np.array(value)
         return memoryview(copied)
     children = children_of(value)
     if children is not None:
         parts, rebuild = children
-        return rebuild([private_copy(part, deep=deep) for part in parts])
+        return rebuild([private_copy(part, deep=deep, jax_arrays=jax_arrays) for part in parts])
     return _own_object(value, deep)
+
+
+def not_copied(item: Any, error: RecursionError) -> Exception:
+    """What to raise where copying an item led to this error: one that says where the item holds itself, if it does."""
+    cycle = cycle_in(item)
+    return error if cycle is None else BatchError(f"an item of the source cannot be copied: {cycle}")
 
 
 def _base_references(array: AnyArray) -> int:
@@ -81,7 +91,7 @@ def are_unshared(leaves: list[Any]) -> bool:
 
 def _is_unshared(leaf: Any, references: int) -> bool:
     if type(leaf) is not np.ndarray:
-        return _is_immutable(leaf)
+        return _is_immutable(leaf) and not (is_jax_array(leaf) and may_change(leaf))
     if references != _ALONE or leaf.dtype.hasobject or weakref.getweakrefcount(leaf):
         return False
     if leaf.flags.owndata:
@@ -95,11 +105,11 @@ def _is_immutable(value: Any) -> bool:
     return is_a(value, _IMMUTABLE) and not is_a(value, np.void)  # np.void is a view of memory
 
 
-def _own_array(array: AnyArray, deep: bool) -> AnyArray:
+def _own_array(array: AnyArray, deep: bool, jax_arrays: bool) -> AnyArray:
     copied = array.copy()
     if array.dtype == object:
         for index, value in np.ndenumerate(array):
-            copied[index] = private_copy(value, deep=deep)
+            copied[index] = private_copy(value, deep=deep, jax_arrays=jax_arrays)
     return copied
 
 
@@ -120,5 +130,5 @@ def _own_object(value: Any, deep: bool) -> Any:
 
 def children_of(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The children of a container and a function that rebuilds it from new ones; None if JAX does not see a container."""
-    parts, tree = tree_flatten(value, is_leaf=partial(operator.is_not, value))
+    parts, tree = tree_flatten(value, is_leaf=root_only())
     return None if tree == _LEAF else (parts, tree.unflatten)

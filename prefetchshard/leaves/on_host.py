@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
+from prefetchshard.base.cycles import root_only
 from prefetchshard.base.errors import BatchError
 from prefetchshard.base.jax_types import tree_structure
 from prefetchshard.base.memory import AnyArray
@@ -76,7 +75,7 @@ def _stack_containers(values: list[Any], path: str) -> Any:
         if any(type(v) is not dict or v.keys() != first.keys() for v in values):
             raise _other_form(path)
         return {k: stack_on_host([v[k] for v in values], f"{path}.{k}") for k in first}
-    forms = [tree_structure(v, is_leaf=partial(operator.is_not, v)) for v in values]
+    forms = [tree_structure(v, is_leaf=root_only()) for v in values]
     if any(form != forms[0] for form in forms):
         raise _other_form(path)
     parts = zip(*(forms[0].flatten_up_to(v) for v in values), strict=True)

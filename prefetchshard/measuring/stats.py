@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal, cast
 
 import msgspec
+import numpy as np
 
 from prefetchshard.queues.bounded_queue import QueueStats
 from prefetchshard.staging.layout import StagingStats
@@ -12,6 +14,8 @@ from prefetchshard.staging.layout import StagingStats
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """What a run has done so far, and where its time went.
+
+    It is shown as a text that says what the loop waits for. `to_dict()`, `dict(stats)` and `{**stats}` give all of it for a log.
 
     Attributes:
         batches: handed out.
@@ -76,10 +80,30 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         }
         return max(stages, key=lambda name: stages[name])
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, `stall_share` and `bound`, as numbers, text and dicts that JSON can hold; None for what is not known yet."""
+        found: dict[str, Any] = {**_plain(self), "stall_share": self.stall_share, "bound": self.bound}
+        if not self.batches:
+            found.update(first_batch_seconds=None, stall_share=None, bound=None)
+        return found
+
+    def keys(self) -> list[str]:
+        """The names in `to_dict()`."""
+        return list(self.to_dict())
+
+    def __getitem__(self, name: str) -> Any:
+        return self.to_dict()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __repr__(self) -> str:
+        return str(self)  # what a notebook shows
+
     def __str__(self) -> str:
         if not self.batches:
             again = f"; {self.replayed} items were read again to get to where the state was saved" if self.replayed else ""
-            return f"no batch was handed out yet{again}"
+            return f"no batch was handed out yet{again}{self._dropped}"
         per_step = 1000 / self.batches
         head = (
             f"{self.batches} batches, {self.rows} rows: the step waited {100 * self.stall_share:.1f} % of the time for input "
@@ -90,4 +114,19 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.copy_seconds * per_step:.2f} ms of copying (summed over {self.workers} threads), "
             f"{self.transfer_seconds * per_step:.2f} ms of transfer"
         )
-        return f"{head}; bound by the {self.bound}; {times}"
+        return f"{head}; bound by the {self.bound}; {times}{self._dropped}"
+
+    @property
+    def _dropped(self) -> str:
+        return f"; {self.dropped_rows} rows of a remainder were dropped" if self.dropped_rows else ""
+
+
+def _plain(struct: msgspec.Struct) -> dict[str, Any]:
+    """The fields as Python's own numbers, structs in them as dicts."""
+    return {name: _plain_value(getattr(struct, name)) for name in struct.__struct_fields__}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return _plain(value)
+    return cast("Any", value).item() if isinstance(value, np.generic) else value

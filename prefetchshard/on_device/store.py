@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from prefetchshard.base.config import HOST, Narrow
-from prefetchshard.base.errors import ConfigError, NarrowingError
+from prefetchshard.base.errors import ConfigError, NarrowingError, PlacementError
 from prefetchshard.base.jax_types import block_until_ready, device_put, make_array_from_callback, zeros
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.narrowing import store
@@ -25,7 +25,7 @@ from prefetchshard.on_device.gathering import gathers_of
 from prefetchshard.placing.transfer import explicit
 from prefetchshard.planning.plan import Leaf, Plan
 from prefetchshard.planning.planner import Planner
-from prefetchshard.sharding.leaf_sharding import replicated_like
+from prefetchshard.sharding.leaf_sharding import fit, replicated_like
 from prefetchshard.sharding.meshes import axis_names, axis_size, devices_of, is_on_cpu, mesh_of, row_split, sharding_text
 from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources.arrays import Arrays
@@ -106,9 +106,22 @@ class DeviceRows:
             NarrowingError: a value does not fit into 32 bits; the message names leaf and row.
         """
         if not self._stores:
+            self._source.check_alive()
             with explicit():
                 stores = [placement.put(leaf, narrow) for placement, leaf in zip(self._placements, self._source.given, strict=True)]
             self._stores = block_until_ready(stores)
+
+    def check_rows(self, rows: int) -> None:
+        """Check that a last batch of so many rows, which is kept as it is, can be split as the others are.
+
+        Raises:
+            PlacementError: it cannot; the message names the leaf.
+        """
+        pieces = self.plan.microbatches or 1
+        for leaf in self.plan.leaves:
+            fit(leaf.sharding, leaf.path, (rows // pieces if rows % pieces == 0 else rows, *leaf.shape[1:]), named=False)
+        if rows % pieces:
+            raise PlacementError(f"microbatches={pieces}: a last batch of {rows} rows cannot be cut into {pieces} equal pieces")
 
     def __call__(self, numbers: Sequence[Any]) -> list[Any]:
         """Dispatch the gather of a batch.
@@ -119,6 +132,8 @@ class DeviceRows:
         Returns:
             The arrays of the batch, in the put order of its plan.
         """
+        if len(numbers[0]) != self.plan.rows:
+            self.check_rows(len(numbers[0]))
         arrays: list[Any] = [None] * len(self.plan.put.indices)
         for gather, some in zip(self._gathers, numbers, strict=True):
             for n, array in zip(gather.members, gather(some, self._stores), strict=True):
@@ -245,10 +260,13 @@ def _is_bare(sharding: Any) -> bool:
 def _rules_of(sharding: Any, batches: Sequence[Any]) -> ShardingRules:
     """The user's sharding of the arrays; bare specs refer to the mesh of the batches."""
     meshes = {mesh_of(one) for one in batches if isinstance(one, NamedSharding)}
-    if len(meshes) != 1:
-        return resolve(sharding)
-    with jax.set_mesh(next(iter(meshes))):
-        return resolve(sharding)
+    try:
+        if len(meshes) != 1:
+            return resolve(sharding, none_replicates=True)
+        with jax.set_mesh(next(iter(meshes))):
+            return resolve(sharding, none_replicates=True)
+    except ConfigError as error:
+        raise ConfigError(f"ps.OnDevice: {error}") from None  # the loader has a `sharding` of its own
 
 
 def _check_together(path: str, stored: Any, batch: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +19,10 @@ class PlacedBatch:
         bytes: of its leaves that were transferred, each counted once.
         rows: in it, padding not counted.
         spec: what the transfer was told to make.
-        finish: makes the batch, where the thread that takes it has to; None where it is made.
+        finish: makes the batch, where that is for the thread that takes it; None where it is made.
     """
 
-    __slots__ = ("_finishing", "batch", "bytes", "finish", "position", "ready_at", "rows", "spec")
+    __slots__ = ("batch", "bytes", "finish", "position", "ready_at", "rows", "spec")
 
     def __init__(
         self, batch: Any, position: Position, ready_at: float, nbytes: int, rows: int, spec: Callable[[], tuple[LeafSpec, ...]]
@@ -35,19 +34,3 @@ class PlacedBatch:
         self.ready_at = ready_at
         self.bytes = nbytes
         self.finish: Callable[[], Any] | None = None
-        self._finishing: Any = None
-
-    def finish_by(self, finish: Callable[[], Any]) -> None:
-        """Leave the making of the batch to the thread that takes it."""
-        self._finishing = threading.RLock()  # one thread may look at what another one takes
-        self.finish = finish
-
-    def finished(self) -> Any:
-        """The batch, made now where it is not yet."""
-        if self.finish is not None and self._finishing is not None:
-            with self._finishing:
-                finish = self.finish
-                if finish is not None:
-                    self.batch = finish()
-                    self.finish = None
-        return self.batch

@@ -8,21 +8,26 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.jax_context import JaxContext
-from prefetchshard.leaves.on_devices import from_movable, is_jax_array, is_key, to_movable
+from prefetchshard.base.jax_types import as_jax_array, jit, wrap_key_data
+from prefetchshard.leaves.on_devices import computable, from_movable, is_jax_array, is_key, to_movable
 from prefetchshard.measuring.recorder import Recorder, Span
 from prefetchshard.placing.device_transform import DeviceTransform, stand_in, step_value
 from prefetchshard.placing.placed_batch import PlacedBatch
-from prefetchshard.placing.transfer import explicit, put
+from prefetchshard.placing.transfer import Owned, explicit, made_again, put
+from prefetchshard.planning.array_copies import ArrayCopy
 from prefetchshard.planning.host_batch import HostBatch
 from prefetchshard.planning.packing import Packing
 from prefetchshard.planning.plan import MASK, Kind, Plan
 from prefetchshard.sharding.leaf_sharding import replicated_like
 
 _jnp: Any = jnp
+_lax: Any = jax.lax
 
 
 class PendingTransfer:
@@ -49,19 +54,21 @@ class PendingTransfer:
 class Deferred:
     """A leaf that lies on several devices, and on which they compute before it is as it shall be: moved, padded, or cut."""
 
-    __slots__ = ("_index", "_path", "_plan", "_shape", "_sharding", "_value")
+    __slots__ = ("_index", "_is_own", "_path", "_plan", "_shape", "_sharding", "_value")
 
-    def __init__(self, plan: Plan, n: int, value: Any) -> None:
+    def __init__(self, plan: Plan, n: int, value: Any, *, is_own: bool) -> None:
         self._plan = plan
         self._index = plan.put.indices[n]
         self._shape = plan.put.shapes[n]
         self._sharding = plan.put.shardings[n]
         self._path = plan.put.paths[n]
         self._value = value
+        self._is_own = is_own
 
     def put(self) -> Any:
         with explicit():
             value = _device_leaf(self._plan, self._index, self._shape, self._value)
+        value = Owned(value) if self._is_own and value is self._value else value
         return put([value], [self._sharding], paths=[self._path])[0]
 
 
@@ -140,10 +147,10 @@ class Placer:
             host.memory = None
         plan = host.plan if self._gather is None else self._gather.plan
         is_late = flight.is_late or self._is_late(plan)
-        batch = None if is_late else self._batch(flight)
+        batch = None if is_late else self._batch(flight, may_donate=True)
         placed = PlacedBatch(batch, host.position, flight.span.entered_at, host.plan.nbytes, host.rows, plan.spec)
         if is_late:
-            placed.finish_by(partial(self._late_batch, flight))
+            placed.finish = partial(self._late_batch, flight)
         return placed
 
     def _is_late(self, plan: Plan) -> bool:
@@ -155,7 +162,7 @@ class Placer:
         gather_is_late = self._gather is not None and self._gather.is_late
         return gather_is_late or (self._device_transform is not None and plan.spans_devices)
 
-    def _batch(self, flight: PendingTransfer) -> Any:
+    def _batch(self, flight: PendingTransfer, *, may_donate: bool) -> Any:
         host = flight.host
         arrays = flight.arrays
         plan = host.plan if self._gather is None else self._gather.plan
@@ -167,13 +174,16 @@ class Placer:
         if self._device_transform is None:
             return plan.assemble(arrays, host.passed)
         stand_ins = {index: stand_in(index, value) for index, value in host.passed.items()}
-        return self._device_transform(plan.assemble(arrays, stand_ins), host.passed, flight.step)
+        return self._device_transform(plan.assemble(arrays, stand_ins), host.passed, flight.step, may_donate=may_donate)
 
     def _late_batch(self, flight: PendingTransfer) -> Any:
-        """As `_batch`, in the consumer's thread, where other settings and context variables may be in force."""
+        """As `_batch`, in the consumer's thread, where other settings and context variables may be in force.
+
+        What Ctrl-C cuts off there is done once more, with the same arrays.
+        """
         try:
             with contextlib.nullcontext() if self._context.is_in_force() else self._context.in_force():
-                return self._variables.copy().run(self._batch, flight)
+                return self._variables.copy().run(partial(self._batch, flight, may_donate=False))
         except BaseException as error:  # noqa: BLE001 - raised again
             raise noted(error, flight.host)  # noqa: B904 - it is that error, or has it as its cause
 
@@ -208,14 +218,21 @@ def _leaf_to_put(host: HostBatch, n: int) -> Any:
         view = memory.views[n]
         return view if view.shape == shape else view.reshape(shape)
     value = host.passed.pop(index)
+    is_own = type(value) is ArrayCopy
+    if is_own:
+        if not _is_to_change(value, shape, plan.put.shardings[n]):
+            return value
+        with explicit():
+            value = made_again(value)
     if is_jax_array(value) and len(value.sharding.device_set) > 1 and _is_to_change(value, shape, plan.put.shardings[n]):
-        return Deferred(plan, n, value)
+        return Deferred(plan, n, value, is_own=is_own)
     with explicit():
-        return _device_leaf(plan, index, shape, value)
+        made = _device_leaf(plan, index, shape, value)
+    return Owned(made) if is_own and made is value else made
 
 
 def _is_to_change(value: Any, shape: tuple[int, ...], sharding: Any) -> bool:
-    return value.shape != shape or not value.sharding.is_equivalent_to(sharding, value.ndim)
+    return value.shape != shape or not value.sharding.is_equivalent_to(sharding, len(shape))
 
 
 def _unpacked(packing: Packing, arrays: list[Any]) -> list[Any]:
@@ -233,15 +250,36 @@ def _device_leaf(plan: Plan, index: int, shape: tuple[int, ...], value: Any) -> 
     """A leaf that is on devices already, with its padding rows and in its microbatches."""
     leaf = plan.leaves[index]
     if leaf.kind is Kind.KEYS:
-        value = _jnp.stack(value)
-    if leaf.has_rows and plan.rows is not None and value.shape[0] < plan.rows:
-        missing = plan.rows - value.shape[0]
+        value = _stacked_keys(value)
+    missing = plan.rows - value.shape[0] if leaf.has_rows and plan.rows is not None else 0
+    if value.shape == shape and missing <= 0:
+        return value
+    movable = to_movable(computable(value))
+    padding = b"" if leaf.padding is None else leaf.padding.tobytes()
+    return Owned(from_movable(_filled(movable, max(0, missing), padding, shape), value.dtype))
+
+
+def _fill(value: Any, missing: int, padding: bytes, shape: tuple[int, ...]) -> Any:
+    """An array with so many rows more, in another shape. What fills them is of its own type, weak or not."""
+    if missing:
+        rows = (missing, *value.shape[1:])
         if is_key(value):
             filling = _jnp.repeat(value[-1:], missing, axis=0)  # any valid key: its rows are masked
         else:
-            filling = _jnp.full((missing, *value.shape[1:]), leaf.padding)
-        value = from_movable(_jnp.concatenate([to_movable(value), to_movable(filling)]), value.dtype)
-    return value if value.shape == shape else _jnp.reshape(value, shape)
+            filling = _lax.full_like(value, np.ndarray((), value.dtype, padding), shape=rows)
+        value = _jnp.concatenate([value, filling])
+    return _jnp.reshape(value, shape)
+
+
+_filled = jit(_fill, static_argnums=(1, 2, 3))  # one function: what it makes by itself lies where its array does, so nothing is moved
+
+
+def _stacked_keys(keys: list[Any]) -> Any:
+    """The keys of examples as one array."""
+    wholes = [key.whole for key in keys if type(key) is ArrayCopy and key.whole is not None]
+    if len(wholes) < len(keys):
+        return _jnp.stack([made_again(key) if type(key) is ArrayCopy else key for key in keys])
+    return wrap_key_data(as_jax_array(np.stack(wholes)), impl=keys[0].key_impl)
 
 
 def noted(error: BaseException, host: HostBatch) -> BaseException:

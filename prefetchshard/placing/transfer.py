@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from prefetchshard.base.errors import PlacementError
 from prefetchshard.base.jax_types import config, device_put, device_set, make_array_from_callback, wrap_key_data
 from prefetchshard.base.memory import AnyArray
-from prefetchshard.leaves.on_devices import from_movable, is_jax_array, is_key, to_movable
+from prefetchshard.leaves.converting import deleted
+from prefetchshard.leaves.on_devices import computable, from_movable, is_jax_array, is_key, is_small_float, to_movable
+from prefetchshard.planning.array_copies import ArrayCopy
 from prefetchshard.sharding.meshes import is_on_cpu
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ def put(leaves: Sequence[Any], shardings: Sequence[Sharding], *, paths: Sequence
     """Dispatch the transfer of leaves to their devices; says nothing about when it is done.
 
     NumPy memory may be read after this returned, on the CPU backend for as long as an array over it lives. Leaves that are
-    jax.Arrays are copied on their devices, so that donating a result leaves them alone.
+    jax.Arrays are copied on their devices, so that donating a result leaves them alone, unless they are `Owned`.
 
     Args:
-        leaves: NumPy arrays, jax.Arrays, Python or NumPy scalars.
+        leaves: NumPy arrays, jax.Arrays, `Owned` ones, copies of them, Python or NumPy scalars.
         shardings: of each leaf; not HOST.
         paths: of each leaf, for the errors.
 
@@ -59,7 +60,26 @@ def explicit() -> contextlib.AbstractContextManager[Any]:
     return jax.transfer_guard_host_to_device("allow") if guard in ("disallow", "log") else contextlib.nullcontext()
 
 
+class Owned:
+    """A jax.Array that nobody else refers to."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+def made_again(copy: ArrayCopy, sharding: Any = None) -> Any:
+    """The array of a copy, by its own sharding or by an equivalent one. The copy's memory becomes the array's."""
+    bits = make_array_from_callback(copy.bits_shape, copy.bits_sharding if sharding is None else sharding, copy.piece)
+    return bits if copy.key_impl is None else wrap_key_data(bits, impl=copy.key_impl)
+
+
 def _put_other(leaf: Any, sharding: Sharding, path: str) -> jax.Array:
+    if type(leaf) is Owned:
+        return _placed_own(leaf.array, sharding)
+    if type(leaf) is ArrayCopy:
+        return made_again(leaf, sharding) if leaf.key_impl is None else _placed_own(made_again(leaf), sharding)
     if is_jax_array(leaf):
         _refuse_deleted(leaf, path)
         if leaf.is_fully_addressable and not sharding.is_fully_addressable:
@@ -89,15 +109,19 @@ def copy_in_place(array: jax.Array, sharding: Sharding) -> jax.Array:
     return device_put(moved, sharding, may_alias=False)  # to where it is already: the one case in which JAX heeds this
 
 
+def _placed_own(array: jax.Array, sharding: Sharding) -> jax.Array:
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array if array.sharding == sharding else device_put(array, sharding)
+    return _moved(array, sharding)
+
+
 def _moved(array: jax.Array, there: Sharding) -> jax.Array:
-    if not is_on_cpu(there) or is_key(array):
+    if not is_on_cpu(there) or not is_small_float(array.dtype):
         return device_put(array, there)
-    return from_movable(device_put(to_movable(array), there), array.dtype)
+    bits = device_put(to_movable(computable(array)), there)
+    return device_put(from_movable(computable(bits), array.dtype), there)
 
 
 def _refuse_deleted(array: jax.Array, path: str) -> None:
     if array.is_deleted():
-        raise PlacementError(
-            f"leaf {path or '(the batch itself)'}: the jax.Array of shape {array.shape} was deleted before it was placed, most likely donated "
-            f"to a jitted function: let the source yield NumPy arrays, or new jax.Arrays"
-        )
+        raise deleted(array, path)

@@ -108,9 +108,9 @@ def complete(pending_queue: PendingQueue, placer: Placer, inbox: Inbox, outbox: 
             pending = pending_queue.take_nowait()
             if pending is EMPTY:
                 continue
-            placed = _complete(placer, pending, inbox)
+            placed = _land(placer, pending)
             pending_queue.release()
-            if not outbox.put(placed):
+            if not _pass_on(placed, inbox, outbox):
                 break
         failure = pending_queue.failure
     except BaseException as error:  # noqa: BLE001 - as above
@@ -168,17 +168,27 @@ def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
 
 def _deliver(placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue) -> bool:
     try:
-        placed = _complete(placer, pending.popleft(), inbox)
+        placed = _land(placer, pending.popleft())
     except BaseException:
         pending.clear()  # batches keep their order: none may be delivered after one that failed
         raise
-    return outbox.put(placed)
+    return _pass_on(placed, inbox, outbox)
 
 
-def _complete(placer: Placer, pending: PendingTransfer, inbox: Inbox) -> PlacedBatch:
+def _land(placer: Placer, pending: PendingTransfer) -> PlacedBatch:
     try:
-        placed = placer.land(pending)
+        return placer.land(pending)
     except BaseException as error:  # noqa: BLE001 - raised again
         raise noted(error, pending.host)  # noqa: B904 - it is that error, or has it as its cause
+
+
+def _pass_on(placed: PlacedBatch, inbox: Inbox, outbox: ReadyQueue) -> bool:
+    """Give the batch's place on the host back, and send it. False: nothing more is wanted."""
+    if outbox.counted_by is None:
+        inbox.release()
+        return outbox.put(placed)
+    ticket = outbox.reserve()  # first, so that it never counts as delivered in between
     inbox.release()
-    return placed
+    if ticket is not None:
+        ticket.send(placed)
+    return ticket is not None

@@ -74,17 +74,17 @@ class HostBatch:
         self.mask: AnyArray | None = None
 
     def complete(self, plan: Plan, valid: int | None, staging: Staging) -> int:
-        """Fill up to the rows of its plan, and add the row mask. Returns the number of padding rows.
+        """Give it the rows of its plan, filled up where it has fewer, and the row mask. Returns the number of padding rows.
 
         Args:
             plan: how it is placed.
             valid: rows that it has; None where it has none in common.
-            staging: for the memory of a batch that must grow.
+            staging: for the memory of a batch that must grow or shrink.
         """
         if plan.rows is None or valid is None:
             return 0
         missing = plan.rows - valid
-        if missing and plan.layout is not self.host_plan.layout:
+        if plan.layout is not self.host_plan.layout:
             self._move(plan, staging)
         if missing and self.memory is not None:
             for view, i in zip(self.memory.views, plan.staged, strict=True):
@@ -101,13 +101,17 @@ class HostBatch:
         return missing
 
     def _move(self, plan: Plan, staging: Staging) -> None:
-        """Into memory with room for the rows of the plan: one more copy, for a batch that is short."""
+        """Into memory for the rows of the plan: one more copy, for a batch that is short."""
         old = self.memory
         if old is None:
             return
         self.memory = staging.lease(plan.layout)
         for view, from_view in zip(self.memory.views, old.views, strict=True):
-            np.copyto(view if view.shape == from_view.shape else view[: len(from_view)], from_view)
+            if view.shape == from_view.shape:
+                np.copyto(view, from_view)
+            else:
+                rows = min(len(view), len(from_view))
+                np.copyto(view[:rows], from_view[:rows])
         old.release()
 
     def drop_memory(self) -> None:

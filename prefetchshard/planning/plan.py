@@ -95,6 +95,8 @@ class HostPlan:
         is_made: the source or `collate` made the batch; else it is made of examples, which are its rows.
         is_plain: its leaves are NumPy arrays that only have to be copied.
         refusal: why no device can hold one of its leaves; raised unless the batch is left out.
+        splits_rows: the sharding of a leaf splits its rows, so that it says which leaves have them.
+        told: the same with other rows, where only the batches before tell them.
         placed: the plans made from it, by the rows that are placed.
     """
 
@@ -106,6 +108,8 @@ class HostPlan:
         self.staged = [i for i, leaf in enumerate(leaves) if leaf.kind is Kind.STAGED]
         self.layout = Layout([(leaves[i].shape, leaves[i].target) for i in self.staged])
         self.refusal: Refusal | None = None
+        self.splits_rows = False
+        self.told: HostPlan | None = None
         self.placed: dict[int | None, Plan] = {}
         self.is_plain = len(self.staged) == len(leaves) > 0 and all(leaf.dtype == leaf.target for leaf in leaves)
         self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -118,6 +122,16 @@ class HostPlan:
             if type(leaf) is not np.ndarray or leaf.shape != shape or leaf.dtype != dtype:
                 return False
         return True
+
+    def with_rows_of(self, with_rows: Sequence[Leaf]) -> HostPlan:
+        """The same where these of its leaves alone have rows."""
+        other = copy.copy(self)
+        other.leaves = [leaf.with_rows(None) for leaf in self.leaves]
+        for leaf, before in zip(other.leaves, self.leaves, strict=True):
+            leaf.has_rows = before in with_rows
+        other.rows = with_rows[0].shape[0]
+        other.placed = {}
+        return other
 
 
 class PutOrder:

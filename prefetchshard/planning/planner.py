@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -121,11 +122,22 @@ class Planner:
         return self._staged(path, value.shape, value.dtype)
 
     def as_host_leaves(self, leaves: list[Any], tree: BatchTree) -> list[Any]:
-        """The leaves of a batch as NumPy arrays, but for jax.Arrays, what stays on the host, and what no device can hold."""
+        """The leaves of a batch as NumPy arrays, but for jax.Arrays, what stays on the host, and what no device can hold.
+
+        Of jax.Arrays those are among them whose values are to be checked: JAX would move 64-bit ones in 32 bits, without a word.
+        """
         return [
-            leaf if (type(leaf) is np.ndarray and leaf.dtype.kind in "biuf") or host or is_jax_array(leaf) else _try_array(leaf, path)
+            leaf
+            if (type(leaf) is np.ndarray and leaf.dtype.kind in "biuf") or host or (is_jax_array(leaf) and not self._would_narrow(leaf))
+            else _try_array(leaf, path)
             for leaf, path, host in zip(leaves, tree.paths, self.rules.on_host(tree), strict=True)
         ]
+
+    def _would_narrow(self, array: Any) -> bool:
+        dtype = array.dtype
+        if is_key(array) or not array.is_fully_addressable:
+            return False
+        return narrows(dtype, canonical(dtype, self._x64))
 
     def _staged(self, path: str, shape: Shape, dtype: DType) -> Leaf:
         target = canonical(dtype, self._x64)
@@ -158,13 +170,15 @@ class Planner:
             elif refusal is None:
                 refusal = leaf.refusal
         is_made = rows is None
+        splits = False
         if is_made:
-            rows = _find_rows(leaves, found)
+            rows, splits = _find_rows(leaves, found)
         else:
             for leaf in leaves:
                 leaf.has_rows = True
         plan = HostPlan(tree, leaves, rows, is_made=is_made)
         plan.refusal = refusal
+        plan.splits_rows = splits
         return plan
 
     # -- how it is placed
@@ -181,6 +195,18 @@ class Planner:
             plan = host.placed[rows] = self._place(host, rows)
             self._on_bytes(plan.nbytes, sum(leaf.bytes_per_device for leaf in plan.spec()))
         return plan
+
+    def whole_rows(self, host: HostPlan, rows: int) -> int:
+        """So many rows, or as many more as its sharding and its microbatches need."""
+        _accepted(host)
+        found = self.rules.resolved(host.tree, [leaf.shape for leaf in host.leaves], [leaf.target for leaf in host.leaves])
+        pieces = [
+            split_count(sharding, len(leaf.shape))
+            for leaf, sharding in zip(host.leaves, found, strict=True)
+            if leaf.has_rows and isinstance(sharding, NamedSharding)
+        ]
+        multiple = math.lcm(*pieces) * (self._microbatches or 1)
+        return -(-rows // multiple) * multiple
 
     def _place(self, host: HostPlan, rows: int | None) -> Plan:
         _accepted(host)
@@ -225,8 +251,11 @@ def _accepted(plan: HostPlan) -> HostPlan:
     return plan
 
 
-def _find_rows(leaves: list[Leaf], shardings: Sequence[Any]) -> int | None:
-    """Without batch_size the rows are axis 0 of the leaves that are split along it, else the size that all leaves share."""
+def _find_rows(leaves: list[Leaf], shardings: Sequence[Any]) -> tuple[int | None, bool]:
+    """Without batch_size the rows are axis 0 of the leaves that are split along it, else the size that all leaves share.
+
+    Returns the rows, None where the leaves have none in common, and whether a sharding tells them.
+    """
     placed = [(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True) if sharding is not HOST and leaf.shape]
     split = [leaf for leaf, sharding in placed if splits_rows(sharding, len(leaf.shape))]
     with_rows = split or [leaf for leaf, _ in placed]
@@ -234,10 +263,10 @@ def _find_rows(leaves: list[Leaf], shardings: Sequence[Any]) -> int | None:
     if len(set(sizes.values())) > 1:
         if split:
             raise BatchError(f"the leaves that are split along axis 0 differ in rows: {sizes}")
-        return None
+        return None, False
     for leaf in with_rows:
         leaf.has_rows = True
-    return next(iter(sizes.values()), None)
+    return next(iter(sizes.values()), None), bool(split)
 
 
 def splits_rows(sharding: Any, ndim: int) -> bool:
@@ -261,6 +290,8 @@ def _has_numpy_dtype(leaf: Leaf) -> bool:
 def _refused(path: str, refusal: Refusal, shape: Shape, value: Any) -> Leaf:
     """A leaf that no device can hold; a callable rule may still keep it on the host."""
     found: Any = getattr(value, "dtype", None)
+    if not isinstance(cast("Any", shape), tuple):
+        shape = ()  # an object with a `shape` of its own, such as a mesh
     dtype: DType = cast("DType", found) if isinstance(found, np.dtype) else OBJECT
     leaf = Leaf(path, Kind.HOST, shape, dtype, dtype)
     leaf.refusal = refusal

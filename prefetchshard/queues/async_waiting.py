@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -33,6 +34,13 @@ class _LoopWaker:
         await self._event.wait()
 
 
+async def wait_ready_for(queue: BoundedQueue[T], seconds: float) -> bool:
+    """As `wait_ready`, no longer than this. Whether an item can be taken."""
+    with anyio.move_on_after(seconds):
+        await wait_ready(queue)
+    return queue.has_ready()
+
+
 async def wait_ready(queue: BoundedQueue[T]) -> None:
     """Wait until an item can be taken or none will come. Takes nothing, so a cancelled wait loses nothing."""
     while not queue.is_settled():
@@ -47,6 +55,8 @@ async def wait_ready(queue: BoundedQueue[T]) -> None:
 
 async def in_thread(function: Callable[[], None]) -> None:
     """Run what blocks, but not for ever, in a thread of its own; cancellation waits until it is done.
+
+    Where warnings are errors, one never takes the place of an exception that is on its way.
 
     The thread ends with it. Those of `anyio.to_thread` stay for the next call, and hold the program where their loop was closed early.
     """
@@ -69,7 +79,11 @@ async def in_thread(function: Callable[[], None]) -> None:
         await done.wait()
         thread.join()  # it has only to return
     if failures:
-        raise failures.pop()
+        on_its_way = sys.exception()
+        if on_its_way is None or not isinstance(failures[0], Warning):
+            raise failures.pop()
+        # As in `close_runs`, which could not see it from its thread
+        on_its_way.add_note(f"{type(failures[0]).__name__}: {failures[0]}")
 
 
 async def checkpoint() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -105,6 +105,7 @@ class BoundedQueue(Generic[T]):
         senders: that wait for room; under their lock places are reserved.
         receivers: that wait for an item, event loops too; under their lock items are taken and released.
         line: the places in order. What looks at it may find that others emptied it.
+        counted_by: a queue before this one, whose bound also holds for what waits here; see `CountedQueue`.
     """
 
     def __init__(self, capacity: int, *, held_until_release: bool = False, clock: Clock = MONOTONIC) -> None:
@@ -116,6 +117,7 @@ class BoundedQueue(Generic[T]):
         self.receivers = Side(clock)
         self._held_until_release = held_until_release
         self.line: deque[Ticket[T]] = deque()
+        self.counted_by: CountedQueue[Any] | None = None
         self._unreleased = 0  # items that were taken and still hold their place
         self._taken = 0
         self._refusing = False
@@ -131,10 +133,10 @@ class BoundedQueue(Generic[T]):
             with self.senders.lock:
                 if self._refusing:
                     return None
-                if self.held < self.capacity:
+                if self.has_room:
                     self.line.append(ticket)
                     return ticket
-            self.senders.wait_measured(lambda: self._refusing or self.held < self.capacity, in_bursts=self.in_bursts)
+            self.senders.wait_measured(lambda: self._refusing or self.has_room, in_bursts=self.in_bursts)
 
     def put(self, item: T) -> bool:
         """Reserve and send. False: nothing more is wanted, and the item was not taken over."""
@@ -165,14 +167,14 @@ class BoundedQueue(Generic[T]):
             self.receivers.wait_measured(self.is_settled, timeout_seconds, in_bursts=self.in_bursts)
         return self.has_ready()
 
-    def take_nowait(self) -> T | EmptyType:
-        """The next item in order, or EMPTY."""
+    def take_nowait(self, only: T | EmptyType = EMPTY) -> T | EmptyType:
+        """The next item in order, or EMPTY; `only` this one, where it is still the next."""
         item: T | EmptyType = EMPTY
         try:
             with self.receivers.lock:
                 line = self.line
                 head = _first(line)
-                if head is None or head.item is EMPTY or self.cancelled:
+                if head is None or head.item is EMPTY or self.cancelled or (only is not EMPTY and head.item is not only):
                     return EMPTY
                 item = head.item  # no call, so no signal, comes between this and the end of the block
                 if self._held_until_release:
@@ -181,6 +183,8 @@ class BoundedQueue(Generic[T]):
                 self._taken += 1
             if not self._held_until_release:
                 self.senders.wake(burst_is_over=self.held <= 1)
+            if self.counted_by is not None:
+                self.counted_by.senders.wake()
         except BaseException:  # Ctrl-C
             if item is not EMPTY:
                 self.untake(item)
@@ -237,6 +241,11 @@ class BoundedQueue(Generic[T]):
         """Items reserved and not yet released."""
         return len(self.line) + self._unreleased
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a place may be reserved."""
+        return len(self.line) + self._unreleased < self.capacity
+
     def has_ready(self) -> bool:
         """Whether an item can be taken at once."""
         head = _first(self.line)
@@ -276,6 +285,32 @@ class BoundedQueue(Generic[T]):
     def __repr__(self) -> str:
         words = [word for word, so in (("cancelled", self.cancelled), ("ended", self._ended), ("failed", self.failure is not None)) if so]
         return f"<BoundedQueue {self.held} of {self.capacity}{''.join(', ' + word for word in words)}>"
+
+
+class CountedQueue(BoundedQueue[T]):
+    """A queue whose items count on after they left it, until they are taken from a queue further on.
+
+    An item on its way from one queue to the other must have its place there before its place here is released: it may count twice for a
+    moment, but never not at all.
+
+    Args:
+        capacity: as in `BoundedQueue`, which holds too.
+        most: items that may be reserved here and not yet taken there.
+        until: the other queue.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, capacity: int, most: int, until: BoundedQueue[Any], *, clock: Clock = MONOTONIC) -> None:
+        super().__init__(capacity, held_until_release=True, clock=clock)
+        self._most = most
+        self._until = until
+        until.counted_by = self
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a place may be reserved."""
+        held = self.held  # before the look there: what moves over meanwhile is counted here
+        return held < self.capacity and held + len(self._until.line) < self._most
 
 
 def _first(line: deque[Ticket[T]]) -> Ticket[T] | None:

@@ -38,9 +38,10 @@ class Side(Waiters):
         return len(self) + len(self.patient)
 
     def wait_measured(self, ready: Callable[[], bool], timeout_seconds: float | None = None, *, in_bursts: bool) -> None:
-        """Wait until `ready()`, and count the time. `in_bursts`, who waits without a limit is patient at first."""
+        """Wait until `ready()`, and count the time. `in_bursts`, who may wait for longer is patient at first."""
         began = self._clock()
-        if not (in_bursts and timeout_seconds is None and self.patient.wait(ready, BURST_SECONDS)):
+        is_patient = in_bursts and (timeout_seconds is None or timeout_seconds > BURST_SECONDS)
+        if not (is_patient and self.patient.wait(ready, BURST_SECONDS)):
             self.wait(ready, timeout_seconds, self._clock)
         waited = self._clock() - began
         with self.lock:

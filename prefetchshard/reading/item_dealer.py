@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.base.position import EpochEnd
-from prefetchshard.leaves.copying import private_copy
+from prefetchshard.leaves.copying import not_copied, private_copy
 from prefetchshard.measuring.recorder import Span
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
 from prefetchshard.reading.batch_copying import BatchCopying
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan
+from prefetchshard.reading.user_functions import no_leaves
 from prefetchshard.reading.worker import Worker
 from prefetchshard.reading.writing import Writer
 from prefetchshard.resuming.replay import ReplayedSource
-from prefetchshard.sources.asynchronous import OwnLoop
+from prefetchshard.sharding.rules import NoLeavesError
 from prefetchshard.sources.iterables import END, OpenSource
+from prefetchshard.sources.loops import Loops
 
 
 class ItemDealer:
@@ -33,9 +35,10 @@ class ItemDealer:
         writer: writes into the memory of batches.
         source: that is pulled; it begins where the run begins.
         tell_epoch: called before each epoch.
+        loops: in which async sources are pulled.
     """
 
-    def __init__(self, plan: ReadingPlan, writer: Writer, source: ReplayedSource, tell_epoch: Callable[[int], None]) -> None:
+    def __init__(self, plan: ReadingPlan, writer: Writer, source: ReplayedSource, tell_epoch: Callable[[int], None], loops: Loops) -> None:
         self._plan = plan
         self._writer = writer
         self._source = source
@@ -44,9 +47,10 @@ class ItemDealer:
         self._items: OpenSource | None = None
         self._before: EpochEnd | None = None  # of the batch before, in this epoch
         self._closing = threading.Lock()  # guards _items' being closed once
-        self.helpers: list[threading.Thread] = []
+        self.closing_in: set[int] = set()
+        self.helpers = loops.threads
         self.close_failures: list[BaseException] = []
-        self._loop = OwnLoop(self.helpers)
+        self._loops = loops
         self._has_functions = plan.functions.transform is not None or plan.functions.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
         self._jobs: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
@@ -101,7 +105,7 @@ class ItemDealer:
         out.end(failure)
         self._dismiss_workers()
         del failure  # its traceback holds this frame
-        self._loop.close()
+        self._close_source(self._loops.close)
 
     def _read_epoch(self, epoch: int) -> bool:
         """Read one epoch. False: nothing more is wanted."""
@@ -109,7 +113,8 @@ class ItemDealer:
         if out.cancelled:
             return False
         self._tell_epoch(epoch)
-        self._items = items = self._source.open(epoch, self._loop)
+        self._loops.begin(None)
+        self._items = items = self._source.open(epoch, self._loops)
         if out.cancelled:  # it came between: nobody else will tell the new items
             items.interrupt()
             return False
@@ -125,21 +130,32 @@ class ItemDealer:
             if self._items is not items:
                 return
             self._items = None
-        items.close()
+        self._close_source(items.close)
+
+    def _close_source(self, close: Callable[[], None]) -> None:
+        ident = threading.get_ident()
+        self.closing_in.add(ident)
+        try:
+            close()
+        finally:
+            self.closing_in.discard(ident)
 
     def _keep(self, item: Any) -> Any:
         """The item, safe from what the source does next."""
-        return private_copy(item, deep=True) if self._plan.reuses_buffers else item
+        try:
+            return private_copy(item, deep=True) if self._plan.reuses_buffers else item
+        except RecursionError as error:
+            raise not_copied(item, error) from None
 
     # -- examples
 
     def _read_examples(self, epoch: int) -> bool:
         plan, size = self._plan, self._plan.batch_size
         assert size is not None
-        first_row = self._source.rows_done(epoch)
+        first_row, home_thread = self._source.rows_done(epoch), self._loops.home_thread
         self._before = None
         while (ticket := plan.out.reserve()) is not None:
-            batch = OpenBatch(ticket, epoch, first_row, EpochEnd(None, self._source.home_thread))
+            batch = OpenBatch(ticket, epoch, first_row, EpochEnd(None, home_thread))
             batch.host.examples = size
             try:
                 count = self._fill(batch, size)
@@ -176,10 +192,13 @@ class ItemDealer:
                     break
                 if row == 0:
                     self._goes_on()
-                writer.write(item)
+                try:
+                    writer.write(item)
+                except NoLeavesError as error:
+                    raise no_leaves(error, f"the example at row {batch.first_row + row}", None) from None
             else:
                 row = size
-            if row == size or self._plan.pads:  # what is dropped need not fit
+            if row == size or self._plan.makes_short:  # what is dropped need not fit
                 writer.finish()
         finally:
             span.end()
@@ -231,10 +250,10 @@ class ItemDealer:
             self._worker.finish(batch)
 
     def _end_examples(self, batch: OpenBatch, count: int) -> bool:
-        """The epoch ended inside a batch, or right before it. What is left makes a batch only where it is padded."""
+        """The epoch ended inside a batch, or right before it."""
         ticket: Any = batch.ticket
         left, paths = count, () if batch.plan is None else batch.plan.tree.paths
-        if count and self._plan.pads:
+        if count and self._plan.makes_short:
             batch.host.examples = count
             batch.host.is_last = True
             batch.host.end.settle(True)
@@ -252,10 +271,11 @@ class ItemDealer:
     def _read_batches(self, epoch: int) -> bool:
         plan, source = self._plan, self._source
         number = source.batches_done(epoch)
+        home_thread, leaves_out = self._loops.home_thread, plan.leaves_out
         self._before = None
         while (ticket := plan.out.reserve()) is not None:
-            batch = OpenBatch(ticket, epoch, number, EpochEnd(None, self._source.home_thread))
-            batch.may_be_left_out = not plan.pads
+            batch = OpenBatch(ticket, epoch, number, EpochEnd(None, home_thread))
+            batch.may_be_left_out = leaves_out
             span = Span(plan.recorder, "reading", epoch, number)
             try:
                 item = source.pull(0, 1)
@@ -278,7 +298,10 @@ class ItemDealer:
                     del part
                     del item
                 else:
-                    flat = self._writer.flatten(item)
+                    try:
+                        flat = self._writer.flatten(item)
+                    except NoLeavesError as error:
+                        raise no_leaves(error, f"batch {number} of the epoch", None) from None
                     del item  # only the leaves are held from here on: so it shows whether the source holds them too
                     self._copying.copy(batch, *flat, span, took)
                     del flat  # the source may use its memory for the next one

@@ -12,7 +12,7 @@ from prefetchshard.leaves.on_host import blank
 from prefetchshard.planning.host_batch import HostBatch, ReadFailure
 from prefetchshard.planning.plan import HostPlan, Kind
 from prefetchshard.reading.reading_plan import HostTicket
-from prefetchshard.staging.layout import Staging
+from prefetchshard.staging.layout import Memory, Staging
 
 
 class OpenBatch:
@@ -68,7 +68,7 @@ class OpenBatch:
                         for i, leaf in enumerate(plan.leaves):
                             if leaf.kind in (Kind.HOST, Kind.KEYS):
                                 self.host.passed[i] = [None] * (plan.rows or 0) if arrays is None else blank(arrays[i], leaf.shape)
-                    self.host.memory = staging.lease(plan.layout) if plan.staged else None
+                    self.host.memory = _leased(staging, plan) if plan.staged else None
                     self.plan = plan
         return self.plan
 
@@ -130,3 +130,11 @@ class OpenBatch:
         if self.close_parts():
             self.host.drop_memory()
         return had_not_failed
+
+
+def _leased(staging: Staging, plan: HostPlan) -> Memory:
+    try:
+        return staging.lease(plan.layout)
+    except MemoryError as error:
+        error.add_note(f"a batch takes {plan.layout.nbytes:,} bytes of host memory: choose a smaller batch_size")
+        raise

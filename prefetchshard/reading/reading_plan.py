@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from prefetchshard.base.config import Pad
+from prefetchshard.base.config import Pad, Policy
 from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.base.position import StartPoint
 from prefetchshard.measuring.recorder import Recorder
@@ -38,8 +38,9 @@ class ReadingPlan(msgspec.Struct):
         start: where to begin.
         epochs: in this run; None for ever.
         batch_size: rows of a batch; None where the source makes the batches.
-        remainder: the policy, `Pad` for "pad".
+        remainder: the policy.
         workers: threads.
+        read_ahead: the most batches that may be read and not delivered; None: as the other bounds allow.
         reuses_buffers: an iterator may overwrite an item as soon as it is asked for the next one.
     """
 
@@ -49,13 +50,24 @@ class ReadingPlan(msgspec.Struct):
     start: StartPoint
     epochs: int | None
     batch_size: int | None
-    remainder: str | Pad
+    remainder: Policy
     workers: int
+    read_ahead: int | None
     reuses_buffers: bool
 
     @property
     def pads(self) -> bool:
         return isinstance(self.remainder, Pad)
+
+    @property
+    def makes_short(self) -> bool:
+        """Whether the examples that are left at the end of an epoch make a batch."""
+        return self.remainder == "keep" or self.pads
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a last batch that is short is no batch for the consumer, so that it need not fit the devices."""
+        return not self.makes_short
 
     @property
     def batches_at_once(self) -> int:
@@ -118,6 +130,11 @@ class Reader(Protocol):
     @property
     def close_failures(self) -> list[BaseException]:
         """What closing the source raised when nothing more was wanted; the reader adds to this very list."""
+        ...
+
+    @property
+    def closing_in(self) -> set[int]:
+        """The idents of the threads that are inside the source's own close."""
         ...
 
     def interrupt(self) -> None:

@@ -10,6 +10,7 @@ from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
+from prefetchshard.reading.first_reads import FirstReads
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan
 from prefetchshard.reading.worker import Worker
@@ -17,7 +18,6 @@ from prefetchshard.reading.writing import Writer
 from prefetchshard.sharding.batch_tree import BatchTree
 from prefetchshard.sources.arrays import Arrays, Rows
 from prefetchshard.sources.dataset import Dataset
-from prefetchshard.sources.iterables import set_epoch
 
 PART_BYTES = 64 << 20
 """Rows of arrays are dealt in runs of about this size, mostly a whole batch: waking a thread and taking the interpreter's lock back
@@ -47,7 +47,11 @@ class RowDealer:
     def __init__(self, plan: ReadingPlan, writer: Writer, source: Arrays | Dataset, order: EpochOrder, tree: BatchTree | None) -> None:
         self._plan = plan
         self._order = order
-        self._worker = Worker(plan, writer, source, tree)
+        self.helpers: list[threading.Thread] = []
+        reads = source
+        if isinstance(source, Dataset) and FirstReads.are_wanted(source, plan):
+            reads = FirstReads(source, plan, self._rows_due, self.helpers, lambda: self._worker.read_from(source))
+        self._worker = Worker(plan, writer, reads, tree)
         self._lock = threading.Lock()  # guards _parts, and with it everything that comes next
         self._parts = self._deal_all()
         self._epoch = plan.start.epoch
@@ -55,24 +59,33 @@ class RowDealer:
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
         self._part_rows, self._least_rows = self._choose_part_rows()
         self._in_use = _InUse()
-        self._dataset = source.dataset if isinstance(source, Dataset) and callable(getattr(source.dataset, "set_epoch", None)) else None
-        if self._dataset is not None:
+        self.closing_in: set[int] = set()
+        self.close_failures: list[BaseException] = []
+        self._dataset = source if isinstance(source, Dataset) else None
+        self._told = source if isinstance(source, Dataset) and source.takes_epoch else None  # it must not change while it is read
+        if self._told is not None:
             self._worker.part_done = lambda _: self._in_use.leave()
-
-    @property
-    def helpers(self) -> list[threading.Thread]:
-        return []
-
-    @property
-    def close_failures(self) -> list[BaseException]:
-        return []
 
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
         return [(f"reader-{i}", self._work) for i in range(self._plan.workers)]
 
     def _work(self) -> None:
-        self._worker.work(self.deal)
+        try:
+            self._worker.work(self.deal)
+        finally:
+            if self._dataset is not None:
+                self._leave(self._dataset)
+
+    def _leave(self, dataset: Dataset) -> None:
+        ident = threading.get_ident()
+        self.closing_in.add(ident)
+        try:
+            dataset.leave()
+        except BaseException as error:  # noqa: BLE001 - whoever closes the run says it
+            self.close_failures.append(error)
+        finally:
+            self.closing_in.discard(ident)
 
     def interrupt(self) -> None:
         self._in_use.wake()
@@ -90,7 +103,7 @@ class RowDealer:
                 return None
             if part is None:
                 self._plan.out.end()
-            elif self._dataset is not None:
+            elif self._told is not None:
                 self._in_use.enter()
             return part
 
@@ -120,10 +133,10 @@ class RowDealer:
                 ticket.send(EpochMark(epoch))
 
     def _begin(self, epoch: int) -> None:
-        self._epoch = epoch
-        if self._dataset is not None:
-            self._in_use.wait_free(lambda: self._plan.out.cancelled)  # it must not change while it is read
-            set_epoch(self._dataset, epoch)
+        begins, self._epoch = epoch == self._plan.start.epoch, epoch
+        if self._told is not None:
+            self._in_use.wait_free(lambda: self._plan.out.cancelled)
+            self._told.set_epoch(epoch, self._plan.start.run_epoch if begins else None)
 
     def _rows_done(self, epoch: int) -> int:
         """Rows, or batches, of the epoch that were handed out before the run."""
@@ -139,7 +152,7 @@ class RowDealer:
         if plan.batch_size is not None:
             batch.host.examples = count
         else:
-            batch.may_be_left_out = bool(batch.host.is_last) and not plan.pads
+            batch.may_be_left_out = bool(batch.host.is_last) and plan.leaves_out
         if plan.functions.collate is not None and self._worker.gathers is None:
             batch.collected = [None] * count
         rows = self._rows_at(batch.host.epoch, start, stop)
@@ -191,6 +204,15 @@ class RowDealer:
             self._ahead = epoch, first, last, rows
         assert not isinstance(rows, slice)
         return rows[start - first : stop - first]
+
+    def _rows_due(self) -> set[int]:
+        """The rows of the batches that may be read before one is delivered."""
+        plan, order, epoch = self._plan, self._order, self._plan.start.epoch
+        start = self._rows_done(epoch)
+        batches = min(plan.out.capacity, plan.read_ahead or plan.out.capacity)
+        stop = min(start + batches * (plan.batch_size or 1), order.length)
+        rows = order.rows(epoch, start, stop)
+        return set(range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist())
 
 
 class _InUse:

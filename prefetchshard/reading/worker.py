@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefetchshard.base.errors import NarrowingError
-from prefetchshard.leaves.copying import private_copy
+from prefetchshard.leaves.copying import not_copied, private_copy
 from prefetchshard.measuring.recorder import Span, Stage
 from prefetchshard.planning.plan import HostPlan
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan
+from prefetchshard.reading.user_functions import no_leaves
 from prefetchshard.reading.writing import Writer
 from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sharding.rules import NoLeavesError
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.dataset import Dataset
 
@@ -46,8 +48,13 @@ class Worker:
         self._has_functions = functions.transform is not None or functions.collate is not None
         # What these functions do to an item must not reach the source
         self._copies_first = isinstance(source, Dataset) or (source is None and not plan.reuses_buffers)
+        self._copies_arrays = plan.reuses_buffers and not (isinstance(source, Dataset) and source.shares_items)
         self.part_done: Callable[[bool], None] | None = None
         self.row_seconds = math.inf
+
+    def read_from(self, source: Dataset) -> None:
+        """Read the rows that come from another source, which has the same ones."""
+        self._source = source
 
     def work(self, deal: Callable[[], Part | None]) -> None:
         """Do what is dealt out until there is no more."""
@@ -155,7 +162,10 @@ class Worker:
     def _transformed(self, item: Any, epoch: int, number: int) -> Any:
         functions = self._plan.functions
         if self._copies_first:
-            item = private_copy(item)
+            try:
+                item = private_copy(item, jax_arrays=self._copies_arrays)
+            except RecursionError as error:
+                raise not_copied(item, error) from None
         return item if functions.transform is None else functions.transformed(item, epoch, number)
 
     def _fill_examples(self, part: Part, span: Span) -> None:
@@ -175,8 +185,11 @@ class Worker:
             enter("batching")
             if collected is not None:
                 collected[part.start + i] = item
-            else:
+                continue
+            try:
                 writer.write(item)
+            except NoLeavesError as error:
+                raise no_leaves(error, f"the example at row {number}", self._plan.functions.example_by) from None
         writer.finish()
 
     def _fill_whole(self, part: Part, span: Span) -> None:
@@ -190,7 +203,13 @@ class Worker:
         self._write_whole(part.batch, item)
 
     def _write_whole(self, batch: OpenBatch, item: Any) -> None:
-        self._writer.write_whole(batch, *self._writer.flatten(item))
+        try:
+            leaves, tree = self._writer.flatten(item)
+        except NoLeavesError as error:
+            first, functions = batch.first_row, self._plan.functions
+            what = f"batch {first} of the epoch" if self._plan.batch_size is None else f"the batch that begins at row {first}"
+            raise no_leaves(error, what, functions.batch_by) from None
+        self._writer.write_whole(batch, leaves, tree)
 
     # -- the end of a batch
 

@@ -14,6 +14,7 @@ from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.converting import NUMPY_SCALARS, as_array, check_example, check_key
 from prefetchshard.leaves.narrowing import store
 from prefetchshard.leaves.on_host import stack_on_host
+from prefetchshard.planning.array_copies import own
 from prefetchshard.planning.plan import HostPlan, Kind, Leaf
 from prefetchshard.planning.planner import Planner
 from prefetchshard.reading.open_batch import OpenBatch
@@ -31,15 +32,16 @@ class Writer:
     Args:
         planner: makes the plans.
         staging: the ring.
-        keep: makes what stays on the host safe from what the source does next.
+        keep: makes what stays on the host safe from what the source does next; None where nothing need be.
 
     Thread safety: any thread may call any method; `copy_share` writes the rows of its share alone.
     """
 
-    def __init__(self, planner: Planner, staging: Staging, keep: Callable[[Any], Any]) -> None:
+    def __init__(self, planner: Planner, staging: Staging, keep: Callable[[Any], Any] | None) -> None:
         self.planner = planner
         self.staging = staging
-        self.keep = keep
+        self.keep = keep or _as_it_is
+        self.keep_array = own if keep is not None else _as_it_is
         self.flatten = planner.rules.flatten
         self._narrow: Narrow = planner.narrow
         self._recent: HostPlan | None = None  # of the last whole batch; most are like the one before
@@ -128,7 +130,7 @@ class Writer:
         if first == 0 and len(plan.staged) < len(leaves):
             for j, leaf in enumerate(plan.leaves):
                 if leaf.kind is not Kind.STAGED:
-                    batch.host.passed[j] = leaves[j] if leaf.kind is Kind.DEVICE else self.keep(leaves[j])
+                    batch.host.passed[j] = (self.keep_array if leaf.kind is Kind.DEVICE else self.keep)(leaves[j])
 
     def _copy_leaf(self, view: AnyArray, value: AnyArray, leaf: Leaf, first: int, count: int) -> None:
         row = 0 if leaf.has_rows else None
@@ -151,6 +153,8 @@ class Writer:
                 batch.host.passed[j] = value[:count]
             elif type(value) is list:
                 batch.host.passed[j] = stack_on_host(cast("list[Any]", value)[:count], leaf.path, plan.rows if pads else None)
+            elif not pads and count < len(value):  # rows of arrays, in memory for a full batch
+                batch.host.passed[j] = value[:count]
 
 
 class ExampleWriter:
@@ -204,6 +208,7 @@ class ExampleWriter:
         """A leaf that does not go through the staging memory."""
         if leaf.kind is Kind.KEYS:
             check_key(leaf.path, self._batch.first_row + self._row, value, leaf.example, leaf.dtype)
+            value = self._writer.keep_array(value)
         else:
             value = self._writer.keep(value)
         self._batch.host.passed[index][self._row] = value
@@ -229,11 +234,14 @@ class ExampleWriter:
             store(view, rows[:written], path=batch.plan.leaves[j].path, policy=self._writer.planner.narrow, row=self._start)
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 def _other_tree(want: BatchTree, got: BatchTree, row: int) -> BatchError:
-    lacks = [p for p in want.paths if p not in got.paths]
-    more = [p for p in got.paths if p not in want.paths]
+    ours, theirs = ([path or "(the example itself)" for path in tree.paths] for tree in (got, want))
+    lacks = [path for path in theirs if path not in ours]
+    more = [path for path in ours if path not in theirs]
     parts = [f"lacks {lacks}" if lacks else "", f"has {more} beside" if more else ""]
     what = " and ".join(part for part in parts if part) or "is put together from other containers"
-    return BatchError(
-        f"the example at row {row} {what}; others of its batch have {list(want.paths)}: every example needs the same structure"
-    )
+    return BatchError(f"the example at row {row} {what}; others of its batch have {theirs}: every example needs the same structure")

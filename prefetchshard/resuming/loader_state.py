@@ -13,6 +13,7 @@ import secrets
 from typing import Any, Final, Self, cast
 
 import msgspec
+import numpy as np
 
 from prefetchshard.base.codec import is_count, pack_plain, read_safely, shown, type_name, unpack_plain
 from prefetchshard.base.errors import StateError
@@ -33,7 +34,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         shuffle: whether the rows of an epoch are permuted.
         length: rows of the source (batches, without `batch_size`); None if unknown, which matches any length.
         batch_size: global rows per step; None if the source makes the batches.
-        remainder: "drop", "error" or "pad".
+        remainder: "drop", "keep", "error" or "pad".
         kind: "random access" (arrays and datasets: the same rows have the same order) or "iterator".
 
     Raises:
@@ -55,7 +56,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _want("shuffle", self.shuffle, type(self.shuffle) is bool, "a bool")
         _want("length", length, length is None or is_count(length), "None or a count")
         _want("batch_size", batch_size, batch_size is None or (is_count(batch_size) and batch_size > 0), "None or at least 1")
-        _want("remainder", self.remainder, self.remainder in ("drop", "error", "pad"), "'drop', 'error' or 'pad'")
+        _want("remainder", self.remainder, self.remainder in ("drop", "keep", "error", "pad"), "'drop', 'keep', 'error' or 'pad'")
         _want("kind", kind, type(kind) is str and 0 < len(kind) <= 64 and kind.isprintable(), "a short printable text")
 
 
@@ -197,7 +198,9 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise StateError("rebatch: the source makes the batches, so their size is not the loader's to change")
         if self.resumes_by == "snapshot":
             raise StateError("rebatch: the place is in the source's own state, which was taken between batches of the old size")
-        _want("batch_size", batch_size, is_count(batch_size) and batch_size > 0, "at least 1")
+        if isinstance(batch_size, np.integer):
+            batch_size = int(batch_size)
+        _want("batch_size", batch_size, is_count(batch_size) and batch_size > 0, "an integer, at least 1,")
         fingerprint = msgspec.structs.replace(self.fingerprint, batch_size=batch_size)
         return msgspec.structs.replace(self, fingerprint=fingerprint, sample=None, batch_rows=None)
 
@@ -207,6 +210,10 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
         For sources that differ on purpose each time they are read, such as one with unseeded augmentation.
         """
         return msgspec.structs.replace(self, sample=None)
+
+    def __repr__(self) -> str:
+        fields = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return f"LoaderState({', '.join(f'{name}={_in_short(value)}' for name, value in fields)})"
 
     def check(self, have: Fingerprint) -> None:
         """Compares the state's fingerprint with a loader's.
@@ -227,6 +234,11 @@ class LoaderState(StartPoint, frozen=True, kw_only=True, forbid_unknown_fields=T
         if name != "batch_size" or None in (have.batch_size, self.fingerprint.batch_size) or self.resumes_by == "snapshot":
             return text
         return f"{text}; state.rebatch({have.batch_size}) goes on with another batch size"
+
+
+def _in_short(value: object) -> str:
+    """Its repr; of a source's own state, which may have megabytes, the size."""
+    return f"<{len(value):,} bytes>" if isinstance(value, bytes) and len(value) > 64 else repr(value)
 
 
 def _want(name: str, value: object, holds: bool, what: str) -> None:

@@ -38,7 +38,6 @@ class ReplayedSource:
 
     Attributes:
         is_inside: whether a thread is in the source's code.
-        home_thread: the thread of the event loop to which the source is bound; None if it is not.
 
     Thread safety: call it from the source's thread; any thread may read the attributes.
     """
@@ -46,7 +45,6 @@ class ReplayedSource:
     def __init__(self, source: Stream, start: StartPoint, batch_size: int | None, snapshot_every: int | None, recorder: Recorder) -> None:
         self.is_inside = False
         self._source = source
-        self.home_thread = None if source.home is None else source.home.thread
         self._start = start
         self._batch_size = batch_size
         self._every = snapshot_every

@@ -8,6 +8,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from prefetchshard.base.cycles import cycle_in
 from prefetchshard.base.memory import AnyArray
 
 SAMPLED_ITEMS = 8
@@ -28,7 +29,8 @@ def is_sampled(row: int, size: int) -> bool:
 def add_item(digest: Any, item: Any) -> None:
     """Add the shapes of an item's leaves, and bytes spread over them."""
     try:
-        leaves: list[Any] = jax.tree_util.tree_leaves(item)
+        # What holds itself is refused when the batch is taken apart
+        leaves: list[Any] = [] if cycle_in(item) else jax.tree_util.tree_leaves(item)
     except (ValueError, TypeError):  # a dict whose keys have no order
         leaves = [item]
     digest.update(repr([getattr(leaf, "shape", None) for leaf in leaves]).encode())

@@ -11,19 +11,18 @@ import threading
 import time
 
 from prefetchshard.running.before_3_14 import consumers, wait_for_consumers, wait_outside_jax
-from prefetchshard.running.closing import TRANSFER_SECONDS, Closable, close_runs, join
+from prefetchshard.running.closing import EXIT, TRANSFER_SECONDS, Closable, close_runs, join
 from prefetchshard.running.thread_group import THREAD_PREFIX, ending_threads
 
 live: set[Closable] = set()
 """The runs that have begun and not ended. A finaliser may change it at any moment, so every change is a single (atomic) call into C."""
 
 _held: set[int] = set()  # idents of the threads that `hold_daemons` blocks
-_exiting = False
 
 
 def is_exiting() -> bool:
     """Whether the interpreter is exiting, so that no run may begin any more."""
-    return _exiting
+    return EXIT.has_begun
 
 
 def hold_daemons() -> None:
@@ -31,15 +30,14 @@ def hold_daemons() -> None:
 
     Exit has closed their runs; they must neither mistake that for the end of the data nor start another run.
     """
-    while _exiting and threading.current_thread() is not threading.main_thread():
+    while EXIT.has_begun and threading.current_thread() is not threading.main_thread():
         _held.add(threading.get_ident())
         time.sleep(TRANSFER_SECONDS)
 
 
 def close_all() -> None:
     """Close all runs at exit, without warnings. Threads blocked in a source may be left behind; threads that call JAX may not."""
-    global _exiting
-    _exiting = True
+    EXIT.has_begun = True
     try:
         close_runs(list(live), quietly=True)
         wait_for_consumers(_held)
@@ -47,6 +45,7 @@ def close_all() -> None:
         deadline = time.monotonic() + TRANSFER_SECONDS
         join(ending_threads(), deadline)
         wait_outside_jax(THREAD_PREFIX, deadline)
+        EXIT.is_over = True
 
 
 def _forget_all() -> None:

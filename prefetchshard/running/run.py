@@ -21,8 +21,9 @@ from prefetchshard.reading.reading_plan import Reader
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.running import at_exit
 from prefetchshard.running.before_3_14 import note_consumer
-from prefetchshard.running.closing import close_runs
-from prefetchshard.running.thread_group import THREAD_PREFIX, ThreadGroup
+from prefetchshard.running.closing import EXIT, close_runs
+from prefetchshard.running.thread_group import THREAD_PREFIX, GroupThread, ThreadGroup
+from prefetchshard.sources.loops import Loops
 from prefetchshard.staging.layout import Staging
 
 _log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Run:
         staging: the staging ring.
         workers: number of reader threads, for the statistics.
         context: the caller's JAX settings.
+        loops: in which an async source is pulled; None where there is none for sure.
 
     Thread safety: every method may be called from any thread; `cancel` and `abandon` also from a finaliser.
     """
@@ -57,10 +59,12 @@ class Run:
         staging: Staging,
         workers: int,
         context: JaxContext,
+        loops: Loops | None,
     ) -> None:
         self.outbox = outbox
         self.recorder = recorder
         self.context = context
+        self.loops = loops
         self.began_at = recorder.clock()
         self.closed = False
         self._reader: Reader | None = reader
@@ -68,6 +72,7 @@ class Run:
         self._staging = staging
         self._workers = workers
         self._pid = os.getpid()
+        self._exit = EXIT  # an attribute outlives the module
         self._waited = False  # whether a close has waited for the threads; later ones need not
         self._close_failures = reader.close_failures
         # A weak reference, so that a dropped run is freed without the garbage collector: its threads end and release the source.
@@ -164,6 +169,8 @@ class Run:
 
     def abandon(self) -> None:
         """Cancel a run that has no consumer left. Never blocks, takes no lock."""
+        if self._exit.is_over:
+            return
         self.closed = True
         self.cancel()
         if self.threads.has_ended:  # else the last thread does it
@@ -177,6 +184,8 @@ class Run:
     # -- the steps of closing, for `close_runs`; see `Closable`
 
     def request_stop(self) -> bool:
+        if self._exit.is_over:
+            return False
         self.closed = True
         self.cancel()
         if self._waited or self._pid != os.getpid():
@@ -197,6 +206,16 @@ class Run:
             run_uncut(closer.start)
         except RuntimeError:  # the interpreter is exiting, and starts no more threads
             pass
+
+    def closing_threads(self) -> list[threading.Thread]:
+        reader = self._reader
+        idents: set[int] = set() if reader is None else reader.closing_in
+        # A thread whose body has returned lets go of the source, whose destructor may take its time
+        return [
+            thread
+            for thread in self.threads.in_source
+            if thread.is_alive() and (thread.ident in idents or (isinstance(thread, GroupThread) and thread.has_left))
+        ]
 
     def finish(self) -> list[Warning]:
         self._waited = True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from prefetchshard.base.cycles import root_only
 from prefetchshard.base.errors import PlacementError
 from prefetchshard.base.jax_types import TreeDef, tree_flatten_with_path, tree_structure
 
@@ -25,6 +24,7 @@ class BatchTree:
     Two batches of one loader with equal trees have the same leaves in the same order.
 
     Attributes:
+        tree: as JAX sees it. A part that stays on the host is one leaf, as is a list of numbers.
         paths: the path of each leaf, such as `image`, `meta.name`, `[0].x`; empty for a batch that is a single leaf.
         named: for each leaf, whether its rule was written for the leaf itself rather than for a container above it.
         rules: for each leaf, the index of its rule.
@@ -32,26 +32,17 @@ class BatchTree:
     Thread safety: immutable.
     """
 
-    __slots__ = ("_prefix", "_trees", "named", "paths", "rules")
+    __slots__ = ("named", "paths", "rules", "tree")
 
-    def __init__(
-        self, prefix: TreeDef, trees: tuple[TreeDef, ...], *, paths: tuple[str, ...], named: tuple[bool, ...], rules: tuple[int, ...]
-    ) -> None:
-        self._prefix = prefix
-        self._trees = trees
+    def __init__(self, tree: TreeDef, *, paths: tuple[str, ...], named: tuple[bool, ...], rules: tuple[int, ...]) -> None:
+        self.tree = tree
         self.paths = paths
         self.named = named
         self.rules = rules
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """A batch of this structure from new leaves, in the order of `paths`."""
-        parts: list[Any] = []
-        start = 0
-        for tree in self._trees:
-            stop = start + tree.num_leaves
-            parts.append(tree.unflatten(leaves[start:stop]))
-            start = stop
-        return self._prefix.unflatten(parts)
+        return self.tree.unflatten(leaves)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -59,7 +50,7 @@ class BatchTree:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, BatchTree) and self._trees == other._trees and self._prefix == other._prefix
+        return isinstance(other, BatchTree) and self.tree == other.tree
 
     def __hash__(self) -> int:
         return hash(self.paths)
@@ -123,11 +114,11 @@ def _differences(rules: Any, batch: Any, is_rule: Callable[[Any], bool], path: t
 
 
 def _one_level(node: Any) -> TreeDef:
-    return tree_structure(node, is_leaf=partial(operator.is_not, node))
+    return tree_structure(node, is_leaf=root_only())
 
 
 def _children(node: Any) -> dict[tuple[Any, ...], Any]:
-    return dict(tree_flatten_with_path(node, is_leaf=partial(operator.is_not, node))[0])
+    return dict(tree_flatten_with_path(node, is_leaf=root_only())[0])
 
 
 def _kind(node: Any) -> str:

@@ -62,7 +62,7 @@ def _unfit(sharding: Sharding, path: str, shape: Shape) -> str:
 def _indivisible(sharding: NamedSharding, path: str, shape: Shape, *, axis: int, multiple: int) -> PlacementError:
     names = " x ".join(repr(name) for name in axis_names(sharding.spec[axis]))
     way_out = (
-        "choose such a batch_size, or fill up a short batch with remainder='pad'"
+        "choose such a batch_size; a short batch is filled up with remainder='pad', a last one left out with remainder='drop'"
         if axis == 0
         else "pad or crop that axis in `transform`, or take it out of the spec of this leaf"
     )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from prefetchshard.base.codec import shown
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.jax_types import Device, Index, OnDevices, process_index
 from prefetchshard.base.jax_types import devices as all_devices
 from prefetchshard.base.jax_types import make_mesh as make_device_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 
 class ProcessShard(NamedTuple):
@@ -32,15 +35,27 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
         devices: the devices to use, all of them; default: all devices of all processes.
 
     Raises:
-        ConfigError: the product of the sizes is not the number of devices, two sizes are -1, one is zero, or there is no axis.
+        ConfigError: `axes` is no mapping from names to sizes, the product of the sizes is not the number of devices, two sizes are -1,
+            one is zero, or there is no axis; or `devices` are no devices.
 
     Example:
         mesh = ps.make_mesh({"data": -1, "model": 2})
         assert mesh.shape["data"] == jax.device_count() // 2
     """
-    chosen: list[Device] = list(all_devices() if devices is None else devices)
+    chosen = all_devices() if devices is None else _checked_devices(devices)
     sizes = _whole_sizes(axes, len(chosen))
     return make_device_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=chosen)
+
+
+def _checked_devices(devices: Any) -> list[Device]:
+    given: list[Any] | None = (
+        None if isinstance(devices, str) or not isinstance(devices, Iterable) else list(cast("Iterable[Any]", devices))
+    )
+    if given is None or not all(hasattr(one, "platform") and hasattr(one, "process_index") for one in given):
+        raise ConfigError(f"make_mesh(devices={devices!r}): a list of devices, such as jax.devices()")
+    if len(set(given)) != len(given):
+        raise ConfigError(f"make_mesh(devices={devices!r}): a device is in it twice")
+    return given
 
 
 def _whole_sizes(axes: Mapping[str, int], devices: int) -> dict[str, int]:
@@ -50,14 +65,18 @@ def _whole_sizes(axes: Mapping[str, int], devices: int) -> dict[str, int]:
     if (devices % known) if free else (known != devices):
         wanted = f"a multiple of {known}" if free else f"{known}"
         raise ConfigError(f"make_mesh({dict(axes)}) needs {wanted} devices, there are {devices}; change a size, or let one axis be -1")
-    return {name: devices // known if size == -1 else size for name, size in axes.items()}
+    return {name: devices // known if size == -1 else int(size) for name, size in axes.items()}
 
 
 def _check_axes(axes: Mapping[str, int], devices: int) -> None:
+    if not isinstance(axes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+        raise ConfigError(f"make_mesh({axes!r}): a size for each axis by name, e.g. make_mesh({{'data': -1}})")
     if not axes:
         raise ConfigError("make_mesh({}): at least one axis, e.g. make_mesh({'data': -1})")
     for name, size in axes.items():
-        if type(size) is not int or (size < 1 and size != -1):
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
+            raise ConfigError(f"make_mesh: the axis {name!r} of size {size!r} is no string")
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or (size < 1 and size != -1):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
             raise ConfigError(f"make_mesh: axis {name!r} has size {size!r}; a size is a positive int, or -1 for what is left")
     if list(axes.values()).count(-1) > 1:
         raise ConfigError(f"make_mesh({dict(axes)}): only one axis may be -1")
@@ -134,12 +153,17 @@ def process_data_shard(mesh: Mesh, spec: PartitionSpec) -> ProcessShard:
     mesh axis that does not split rows read the same rows.
 
     Raises:
-        ConfigError: this process has no device in the mesh, or the rows of two processes overlap only in part.
+        ConfigError: this process has no device in the mesh, or the rows of two processes overlap only in part; or `mesh` is no mesh with
+            devices, or `spec` no `PartitionSpec` of its axes.
 
     Example:
         shard = ps.process_data_shard(ps.make_mesh({"data": -1}), P("data"))
         rows = np.arange(64)[shard.index :: shard.count]  # what this process reads
     """
+    if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+        raise ConfigError(f"process_data_shard: mesh={shown(mesh)} is no jax.sharding.Mesh; of a NamedSharding pass sharding.mesh")
+    if not isinstance(spec, PartitionSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - as above
+        raise ConfigError(f"process_data_shard: spec={shown(spec)} is no PartitionSpec, such as P({mesh.axis_names[0]!r})")
     check_spec(spec, mesh)
     shape = tuple(axis_size(mesh, entry) for entry in tuple(spec)) or (1,)
     pieces: dict[int, set[int]] = {}

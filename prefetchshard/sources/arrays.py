@@ -10,12 +10,15 @@ import jax
 import numpy as np
 
 from prefetchshard.base.config import Narrow
+from prefetchshard.base.cycles import cycle_in
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.jax_types import tree_flatten_with_path, tree_structure
 from prefetchshard.base.memory import AnyArray
+from prefetchshard.leaves.converting import as_array, is_torch
 from prefetchshard.leaves.copying import private_copy
 from prefetchshard.leaves.narrowing import store
 from prefetchshard.sharding.batch_tree import path_text
+from prefetchshard.sources.tables import is_column
 
 Rows = slice | AnyArray
 
@@ -32,7 +35,6 @@ class Arrays:
         stays_on_devices: the arrays are on the devices.
         shares_items: the source never overwrites an item that it returned. False: items may be in a buffer that it reuses.
         one_shot: it can be read only once.
-        home: the event loop to which the source is bound, if any.
         length: number of rows.
         leaves: the arrays, in the order of the tree's leaves.
     """
@@ -40,7 +42,6 @@ class Arrays:
     kind = "arrays"
     is_numbered: Literal[True] = True
     one_shot: Literal[False] = False
-    home: None = None
     is_memory: Literal[True] = True
     stays_on_devices: bool = False
     shares_items: Literal[False] = False
@@ -85,10 +86,11 @@ def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: N
 
 
 def find_arrays(source: Any) -> Arrays | None:
-    """The source as `Arrays`; None if it is another kind.
+    """The source as `Arrays`; None if it is another kind. Tensors of torch are arrays, read from their own memory.
 
     Raises:
         ConfigError: it looks like arrays, but cannot be used as such; the message says what to change.
+        LeafTypeError: a torch tensor that is no plain array.
     """
     if isinstance(source, jax.Array):
         raise ConfigError(
@@ -97,17 +99,26 @@ def find_arrays(source: Any) -> Arrays | None:
         )
     if isinstance(source, np.ndarray):
         return _checked(source, [source], [""])
+    if is_torch(source):
+        array = as_array(source)
+        return _checked(array, [array], [""])
     if isinstance(source, list) or not _is_container(source):
         return None
+    cycle = cycle_in(source)
+    if cycle is not None:
+        raise ConfigError(f"the source cannot be taken apart: {cycle}")
     try:
-        paths_and_leaves, _ = tree_flatten_with_path(source, is_leaf=partial(_is_list_below, source))
+        paths_and_leaves, treedef = tree_flatten_with_path(source, is_leaf=partial(_is_list_below, source))
     except ValueError as error:
         raise ConfigError(f"JAX cannot take the source apart: {error} Give each mapping in it keys of one type") from error
     paths = [path_text(path) for path, _ in paths_and_leaves]
     leaves = [leaf for _, leaf in paths_and_leaves]
+    if any(map(is_torch, leaves)):
+        leaves = [as_array(leaf, path) if is_torch(leaf) else leaf for path, leaf in zip(paths, leaves, strict=True)]
+        source = treedef.unflatten(leaves)
     if leaves and all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return _checked(source, leaves, paths)
-    if isinstance(source, Mapping) or any(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
+    if isinstance(source, Mapping) or any(isinstance(leaf, (np.ndarray, jax.Array)) or is_column(leaf) for leaf in leaves):
         _refuse(source, paths, leaves)
     return None
 
@@ -133,7 +144,7 @@ def _refuse(source: Any, paths: list[str], leaves: list[Any]) -> None:
     if isinstance(source, Mapping) and (odd is None or not paths or odd[1] is source):
         raise ConfigError(
             f"the source is a mapping of type {what_it_is} without arrays that JAX can see; "
-            f"pass dict(source), or wrap the values in NumPy arrays of one leading size"
+            f"pass dict(source), with NumPy arrays of one leading size as its values (`np.asarray` makes one)"
         )
     assert odd is not None
     path, leaf = odd
@@ -141,7 +152,7 @@ def _refuse(source: Any, paths: list[str], leaves: list[Any]) -> None:
     what = "a list" if kind is list else f"a {kind.__module__}.{kind.__qualname__}"
     raise ConfigError(
         f"the source is a {what_it_is} whose entry {path!r} is {what}, not a NumPy array: make every entry an array of "
-        f"one leading size (`np.asarray` makes one), or pass a list of examples, or a list of batches without batch_size"
+        f"one leading size (`np.asarray` makes one, in memory), or pass a list of examples, or a list of batches without batch_size"
     )
 
 

@@ -1,11 +1,9 @@
-"""Async iterables: pulled in an event loop of their own, or in the event loop to which their queues and streams are bound."""
+"""Async iterables: pulled in the event loop where `aiter` began the run, in one of their own where `iter` did, or in the one chosen."""
 
 from __future__ import annotations
 
-import contextvars
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,70 +12,16 @@ import anyio
 
 from prefetchshard.base.errors import ConfigError, SourceError
 from prefetchshard.base.event_loop import HomeLoop
-from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.waiters import Waiters
+from prefetchshard.sources.epochs import Wrapper
 from prefetchshard.sources.iterables import END, EndType, OpenSource, PulledSource, length_of
+from prefetchshard.sources.loops import Loops, hint_at_loop
 from prefetchshard.sources.stateful import refuse_snapshot
 
-LOOP_THREAD = "prefetchshard-loop"
-CLOSE_SECONDS = 0.8
-"""Time limit for the clean-up of an async source."""
+CLOSE_SECONDS = 8.0
+"""Time limit for the clean-up of an async source; less than closing waits for a source that is inside its own close."""
 HOME_SECONDS = 0.2
-"""How long closing waits for the clean-up in the caller's event loop. Short, as that loop may be the one that is blocked by the wait."""
-
-
-class OwnLoop:
-    """An event loop in its own thread, for async sources that are bound to no loop; it serves all epochs of a run.
-
-    Args:
-        threads: list to which the loop's thread is added.
-
-    Thread safety: call all methods from the source's thread.
-    """
-
-    def __init__(self, threads: list[threading.Thread]) -> None:
-        self._threads = threads
-        self._thread: threading.Thread | None = None
-        self._home: HomeLoop | None = None
-        self._stopping: anyio.Event | None = None
-        self._failure: BaseException | None = None
-        self._running = Waiters()
-
-    def home(self) -> HomeLoop:
-        """The loop; the first call starts it.
-
-        Raises:
-            SourceError: it could not be started.
-        """
-        if self._thread is None:
-            variables, context = contextvars.copy_context(), JaxContext()
-            self._thread = threading.Thread(target=lambda: variables.run(self._run, context), name=LOOP_THREAD, daemon=True)
-            self._threads.append(self._thread)
-            self._thread.start()
-            self._running.wait(lambda: self._home is not None or self._failure is not None)
-        if self._home is None:
-            raise SourceError("no event loop could be started for the async source") from self._failure
-        return self._home
-
-    def _run(self, context: JaxContext) -> None:
-        try:
-            with context.in_force():
-                anyio.run(self._main, backend="asyncio")
-        except BaseException as error:  # noqa: BLE001 - a thread has no caller; the pump reports to the thread that waits for an item
-            self._failure = error
-            self._running.wake()
-
-    async def _main(self) -> None:
-        self._stopping = anyio.Event()
-        self._home = HomeLoop()
-        self._running.wake()
-        await self._stopping.wait()
-
-    def close(self) -> None:
-        """Stop the loop, and cancel the tasks that the source left in it."""
-        if self._thread is not None and self._home is not None and self._stopping is not None:
-            self._home.call_soon(self._stopping.set)
-            self._thread.join()
+"""How long closing waits for the caller's event loop to begin the clean-up. Short, as that loop may be blocked by the wait."""
 
 
 class _Pump:
@@ -186,6 +130,7 @@ class _Pump:
         if self._stopped:
             return
         self._stopped = True
+        self._answered.wake()  # closing waits for the clean-up, now that it begins
         scope = self._scope
         if scope is None or self._is_closing:  # `run` checks `_stopped` before it starts; the clean-up has its own time limit
             return
@@ -212,6 +157,7 @@ class _Pump:
             raise SourceError("the event loop of the async source was closed while an item was awaited")
         item, error = answer
         if error is not None:
+            hint_at_loop(error)
             raise error
         return item
 
@@ -219,10 +165,16 @@ class _Pump:
         answer, self._answer = self._answer, None
         return answer
 
-    def wait_over(self, timeout_seconds: float | None) -> None:
-        self._answered.wait(lambda: self._over, timeout_seconds)
+    def wait_over(self, begin_seconds: float | None) -> None:
+        """Wait for the clean-up, which has its own time limit; None: for its beginning too, else only so long."""
+        if begin_seconds is None or self._answered.wait(lambda: self._stopped or self._over, begin_seconds):
+            self._answered.wait(lambda: self._over)
 
     def wake(self) -> None:
+        self._answered.wake()
+
+    def loop_is_gone(self) -> None:
+        self._over = True
         self._answered.wake()
 
 
@@ -252,16 +204,21 @@ class OpenAsyncIterator:
     Args:
         iterable: has `__aiter__`.
         home: the event loop that pulls it.
-        patience_seconds: how long `close` waits for the source's clean-up; None: until it is done.
+        begin_seconds: how long `close` waits for the source's clean-up to begin; None: until it does.
+
+    Attributes:
+        asked_for: the number of the item that it was asked for and has not given yet; None where there is none.
     """
 
     closable_from_outside = False
     access = None
 
-    def __init__(self, iterable: Any, home: HomeLoop, patience_seconds: float | None) -> None:
+    def __init__(self, iterable: Any, home: HomeLoop, begin_seconds: float | None) -> None:
         self._pump = _Pump(iterable)
         self._home = home
-        self._patience_seconds = patience_seconds
+        self._begin_seconds = begin_seconds
+        self._count = 0
+        self.asked_for: int | None = None
         self._cancelled = False
         self._started = False
 
@@ -270,9 +227,17 @@ class OpenAsyncIterator:
             return END
         if not self._started:
             self._started = True
-            if not self._home.start(self._pump.run, self._pump.keep):
+            if not self._home.start(self._pump.run, self._pump.keep, self._pump.loop_is_gone):
                 raise SourceError("the event loop of the async source is closed")
-        return self._pump.answer(self._home.call_soon, lambda: self._cancelled)
+        self.asked_for = self._count
+        try:
+            return self._pump.answer(self._home.call_soon, lambda: self._cancelled)
+        finally:
+            self._count += 1
+            self.asked_for = None
+
+    def loop_is_gone(self) -> None:
+        self._pump.loop_is_gone()
 
     def interrupt(self) -> None:
         self._cancelled = True
@@ -281,62 +246,113 @@ class OpenAsyncIterator:
         self._pump.wake()
 
     def close(self) -> None:
-        self.interrupt()
-        if self._started:
-            self._pump.wait_over(self._patience_seconds)
+        self._cancelled = True
+        if self._started and self._home.call_soon(self._pump.stop):
+            self._pump.wait_over(self._begin_seconds)
 
 
 class AsyncStream(PulledSource):
-    """A stream over an object with `__aiter__`; one-shot if it has `__anext__` too."""
+    """A stream over an object with `__aiter__`; one-shot if it has `__anext__` too.
+
+    Args:
+        iterable: has `__aiter__`.
+        chosen: what the user chose of the event loops; None: nothing.
+    """
 
     kind = "async iterator"
 
-    def __init__(self, iterable: Any, home: HomeLoop | None = None) -> None:
+    def __init__(self, iterable: Any, chosen: ChosenLoop | None = None) -> None:
         self.one_shot = hasattr(iterable, "__anext__")
-        self.home = home
+        self._chosen = chosen
         self._iterable = iterable
 
     @property
     def length(self) -> int | None:
         return length_of(self._iterable)
 
-    def open(self, epoch: int, loop: OwnLoop, snapshot: bytes | None = None) -> OpenSource:
+    def home_in(self, began_in: HomeLoop | None) -> HomeLoop | None:
+        """The loop of the user's that pulls it in a run that `aiter` began there; None: one of the run's own."""
+        return began_in if self._chosen is None else self._chosen.home
+
+    def open(self, epoch: int, loop: Loops, snapshot: bytes | None = None) -> OpenSource:
         del epoch
         if snapshot is not None:
             raise refuse_snapshot(self._iterable)
-        if self.home is None:
-            return OpenAsyncIterator(self._iterable, loop.home(), None)
-        return OpenAsyncIterator(self._iterable, self.home, HOME_SECONDS)
+        home = self.home_in(loop.began_in)
+        items = OpenAsyncIterator(self._iterable, home or loop.own(), None if home is None else HOME_SECONDS)
+        loop.begin(items, home, is_chosen=self._chosen is not None)
+        return items
 
 
-class FromThisLoop:
-    """An async iterable bound to the running event loop; see `from_this_loop`."""
+class ChosenLoop(Wrapper):
+    """An async source with the event loop that pulls it; see `from_this_loop` and `in_own_loop`.
 
-    def __init__(self, iterable: Any) -> None:
-        if not hasattr(iterable, "__aiter__"):
-            raise ConfigError(f"ps.from_this_loop takes an async iterable, not {type(iterable).__qualname__}")
-        try:
-            self.home = HomeLoop()
-        except Exception as error:  # its type depends on the async library
-            raise ConfigError("ps.from_this_loop must be called in a running event loop, the one that the source is bound to") from error
-        self.iterable = iterable
+    Args:
+        source: an async iterable, or a function that returns one.
+        home: the loop; None: one of the run's own.
+        function: that chose it, for the error.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+
+    def __init__(self, source: Any, home: HomeLoop | None, function: str = "") -> None:
+        if not hasattr(source, "__aiter__") and not callable(source):
+            raise ConfigError(f"{function} takes an async iterable, or a function that returns one, not {type(source).__qualname__}")
+        self.source = source
+        self.home = home
+
+    @property
+    def is_factory(self) -> bool:
+        return not hasattr(self.source, "__aiter__")
+
+    def around(self, made: Any) -> Any:
+        """What the factory made, with the same choice."""
+        return ChosenLoop(made, self.home) if hasattr(made, "__aiter__") else made
 
 
-def from_this_loop(iterable: Any) -> FromThisLoop:
-    """Mark an async iterable to be pulled in the event loop that calls this, for queues and streams bound to that loop.
+def from_this_loop(source: Any) -> ChosenLoop:
+    """Mark an async source to be pulled in the event loop that calls this, wherever the run is begun.
 
-    Consume the loader with `async for`, or in another thread. A plain `for` in the loop's own thread would block the loop that produces
+    `async for` needs no mark: it pulls an async source in the loop in which it runs. This is for a loader over queues and streams of this
+    loop that is consumed in another thread, or in another loop. A `for` loop in this loop's own thread would block the loop that produces
     the items, so it raises.
 
     Args:
-        iterable: has `__aiter__`.
+        source: has `__aiter__`, or is a function that returns such an object, called once an epoch in a thread.
 
     Raises:
-        ConfigError: no event loop runs here.
+        ConfigError: no event loop runs here, or it is something else.
 
     Example:
         async def consume(stream):
-            async for batch in ps.prefetch(ps.from_this_loop(stream), P("data")):
+            loader = ps.prefetch(ps.from_this_loop(stream), P("data"))
+            await asyncio.to_thread(lambda: [print(batch.shape) for batch in loader])
+    """
+    try:
+        home = HomeLoop()
+    except Exception as error:  # its type depends on the async library
+        raise ConfigError("ps.from_this_loop must be called in a running event loop, the one that the source is bound to") from error
+    return ChosenLoop(source, home, "ps.from_this_loop")
+
+
+def in_own_loop(source: Any) -> ChosenLoop:
+    """Mark an async source to be pulled in an event loop (asyncio) of the run's own thread, also where `async for` begins the run.
+
+    For a source that computes or blocks between its awaits, which would hold up your loop, and for asyncio's libraries under trio. It must
+    not use queues, streams or connections of another loop.
+
+    Args:
+        source: has `__aiter__`, or is a function that returns such an object, called once an epoch.
+
+    Raises:
+        ConfigError: it is something else.
+
+    Example:
+        async def images():
+            yield np.zeros((16, 3), np.float32)
+        async def train():
+            async for batch in ps.prefetch(ps.in_own_loop(images), P("data")):
                 print(batch.shape)
     """
-    return FromThisLoop(iterable)
+    return ChosenLoop(source, None, "ps.in_own_loop")

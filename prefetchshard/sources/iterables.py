@@ -5,14 +5,15 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
-from prefetchshard.base.errors import SourceError, UsedUpError
-from prefetchshard.base.event_loop import HomeLoop
-from prefetchshard.base.signatures import takes_parameter
-from prefetchshard.sources.stateful import StateAccess, find_state_access, refuse_snapshot
+from prefetchshard.base.errors import ConfigError, PrefetchWarning, SourceError, UsedUpError
+from prefetchshard.base.signatures import is_async, misfit, takes_parameter
+from prefetchshard.sources.epochs import Wrapper, set_epoch
+from prefetchshard.sources.stateful import StateAccess, find_state_access, keeps_rows_back, refuse_snapshot
 
 
 class _End(enum.Enum):
@@ -56,7 +57,6 @@ class Stream(Protocol):
         kind: its name in reports and errors.
         one_shot: it can be read only once.
         is_numbered, is_memory, stays_on_devices, shares_items: as in `Arrays`; False for every stream.
-        home: the event loop to which the source is bound, if any.
         length: items per epoch, if known.
     """
 
@@ -68,9 +68,6 @@ class Stream(Protocol):
     shares_items: Literal[False]
 
     @property
-    def home(self) -> HomeLoop | None: ...
-
-    @property
     def length(self) -> int | None: ...
 
     def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> OpenSource:
@@ -78,7 +75,7 @@ class Stream(Protocol):
 
         Args:
             epoch: its number.
-            loop: the run's `OwnLoop`, for async sources.
+            loop: the run's `Loops`, for async sources.
             snapshot: a state of the source, taken in that epoch, to resume from.
 
         Raises:
@@ -164,7 +161,6 @@ class PulledSource:
     is_memory: Literal[False] = False
     stays_on_devices: bool = False
     shares_items: Literal[False] = False
-    home: HomeLoop | None = None
 
 
 class IterableStream(PulledSource):
@@ -186,14 +182,13 @@ class IterableStream(PulledSource):
         access = find_state_access(self._iterable)
         iterator = None
         if access is not None:
-            self._accesses.append(access)
-            if len(self._accesses) > 1:
-                for one in tuple(self._accesses):
-                    one.distrust()
-        if access is not None and snapshot is not None:
-            iterator = access.restore(snapshot)  # before `iter`: such sources read the restored state when they make an iterator
+            self._add(access)
+            if snapshot is not None:
+                iterator = access.restore(snapshot)  # before `iter`: such sources read the restored state when they make an iterator
+            if keeps_rows_back(self._iterable):
+                _leave_out(access, snapshot)
         if iterator is None:
-            iterator = self._iterable if self.one_shot else iter(self._iterable)
+            iterator = self._begun(access, snapshot)
         on_close = None if access is None else functools.partial(self._accesses.remove, access)
         if access is None:
             access = find_state_access(iterator)
@@ -201,7 +196,48 @@ class IterableStream(PulledSource):
                 if access is None:
                     raise refuse_snapshot(iterator)
                 access.restore(snapshot)
+            if access is not None and keeps_rows_back(iterator):
+                _leave_out(access, snapshot)
         return OpenIterator(iterator, ours=True, again=self._last.is_again(iterator), access=access, on_close=on_close)
+
+    def _add(self, access: StateAccess) -> None:
+        self._accesses.append(access)
+        if len(self._accesses) > 1:
+            for one in tuple(self._accesses):
+                one.distrust()
+
+    def _begun(self, access: StateAccess | None, snapshot: bytes | None) -> Any:
+        """What `for` would read: many iterators set themselves up in `__iter__`."""
+        if self.one_shot and not hasattr(self._iterable, "__iter__"):
+            return self._iterable
+        iterator = iter(self._iterable)
+        if access is not None and snapshot is not None and iterator is self._iterable and not _only_returns_itself(iterator):
+            if access.snapshot() not in (None, snapshot):
+                access.restore(snapshot)  # `__iter__` has put it at its beginning
+        return iterator
+
+
+def _returns_itself(self: Any) -> Any:
+    return self
+
+
+def _only_returns_itself(iterator: Any) -> bool:
+    """Whether its `__iter__` does nothing else, as most do."""
+    begin: Any = getattr(cast("Any", type(iterator)), "__iter__", None)
+    code: Any = getattr(begin, "__code__", None)
+    return code is not None and code.co_code == _returns_itself.__code__.co_code
+
+
+def _leave_out(access: StateAccess, snapshot: bytes | None) -> None:
+    """Resume by reading again: the source's own state is not exact."""
+    access.distrust()
+    if snapshot is not None:
+        warnings.warn(
+            "the state holds the source's own state, saved by an older version of this library: it lacks the rows that waited in the "
+            "source's shuffle buffer, so some rows of this epoch are missing now, and others come twice. States saved from now on are exact",
+            PrefetchWarning,
+            stacklevel=2,
+        )
 
 
 class FactoryStream(PulledSource):
@@ -215,6 +251,18 @@ class FactoryStream(PulledSource):
         self._factory = factory
         self._resolve = resolve
         self._takes_epoch = takes_parameter(factory, "epoch")
+        if is_async(factory):
+            raise ConfigError(
+                f"the source, {name_of(factory)}, is an async function; make it an async generator, which yields, or a function that "
+                f"returns one"
+            )
+        why = misfit(factory, epoch=0) if self._takes_epoch else misfit(factory)
+        if why is not None:
+            how = "with epoch=" if self._takes_epoch else "without arguments"
+            raise ConfigError(
+                f"the source, {name_of(factory)}, is called once an epoch {how}, and cannot be: {why}; pass what it makes, or a lambda or "
+                f"functools.partial that calls it"
+            )
         self._last = _Last()
 
     def open(self, epoch: int, loop: Any, snapshot: bytes | None = None) -> OpenSource:
@@ -229,19 +277,30 @@ class FactoryStream(PulledSource):
         return items
 
 
+def refuse_used_up(source: Any) -> None:
+    """Refuse a generator that has ended: a loop over it would be empty, as if there were no data.
+
+    Raises:
+        UsedUpError: it has.
+    """
+    while isinstance(source, Wrapper):
+        source = source.source
+    has_ended = (isinstance(source, types.GeneratorType) and source.gi_frame is None) or (
+        isinstance(source, types.AsyncGeneratorType) and source.ag_frame is None
+    )
+    if has_ended:
+        raise UsedUpError(
+            f"the source, the generator {name_of(source)}, was read to its end before, or closed: make a new one, or pass the function that "
+            f"makes it, which is then called each epoch"
+        )
+
+
 def length_of(source: Any) -> int | None:
     """`len(source)`; None if it has none, or one that raises."""
     try:
         return len(source)
     except (TypeError, NotImplementedError, AttributeError):
         return None
-
-
-def set_epoch(source: Any, epoch: int) -> None:
-    """Call `source.set_epoch(epoch)` if there is such a method, as torch samplers and HF datasets have."""
-    tell = getattr(source, "set_epoch", None)
-    if callable(tell):
-        tell(epoch)
 
 
 def name_of(function: Any) -> str:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from prefetchshard.base.codec import pack_snapshot, unpack_snapshot
 from prefetchshard.base.errors import StateError
 
+MOST_OBJECTS = 1000
+MOST_ELEMENTS = 64
+"""So much of a source is looked at, and of each list in it."""
+_STREAMS = ("datasets", "torch", "torchdata")
+_BUFFERS = ("BufferShuffledExamplesIterable",)
+"""Packages whose objects are looked into, and what is looked for."""
 _PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
@@ -68,6 +74,28 @@ def find_state_access(source: Any) -> StateAccess | None:
         if callable(get) and callable(put):
             return StateAccess(get, put, f"{type(source).__qualname__}.{get_name}")
     return None
+
+
+def keeps_rows_back(source: Any) -> bool:
+    """Whether rows wait in a buffer which the source's state leaves out, so that they would be lost with a resume from that state.
+
+    So it is with the shuffle buffer of a Hugging Face stream, also where that is inside another one, or inside a torch DataLoader.
+    """
+    seen: set[int] = set()
+    left = [source]
+    while left and len(seen) < MOST_OBJECTS:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind = cast("Any", type(one))
+        if any(base.__name__ in _BUFFERS for base in kind.__mro__):
+            return True
+        if isinstance(one, (list, tuple)):
+            left += cast("list[Any]", one)[:MOST_ELEMENTS]
+        elif one is source or kind.__module__.split(".")[0] in _STREAMS:
+            left += list(getattr(one, "__dict__", {}).values())
+    return False
 
 
 def _is_node(source: Any) -> bool:

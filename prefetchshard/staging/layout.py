@@ -110,7 +110,10 @@ def aligned_bytes(nbytes: int) -> AnyArray:
 
 def aligned_slab(nbytes: int) -> tuple[AnyArray, int]:
     """New memory, and the offset in it of `nbytes` aligned bytes."""
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    try:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    except ValueError as error:  # more than any address space
+        raise MemoryError(f"an array of {nbytes:,} bytes cannot be") from error
     return raw, -raw.__array_interface__["data"][0] % ALIGNMENT
 
 

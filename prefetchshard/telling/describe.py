@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from prefetchshard.base.jax_types import device_count, process_index, tree_flatten_with_path
-from prefetchshard.leaves.on_devices import is_jax_array
+from prefetchshard.leaves.on_devices import is_jax_array, is_traced
 from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sharding.meshes import devices_of, index_map, sharding_text, spec_text
 
@@ -38,11 +38,20 @@ class _Leaf(NamedTuple):
 
     @property
     def placed(self) -> bool:
-        return is_jax_array(self.value)
+        return is_jax_array(self.value) and not is_traced(self.value)
+
+
+class Text(str):
+    """Lines that a notebook shows as they are printed."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def describe(batch: Any) -> str:
-    """What a batch is made of and where it lies, to be printed.
+    """What a batch is made of and where it lies, to be printed, or to be the last line of a notebook's cell.
 
     A line a leaf says path, shape, dtype, bytes on one device and sharding; then each placement is drawn once, for all leaves
     that have it.
@@ -60,13 +69,13 @@ def describe(batch: Any) -> str:
     found = tree_flatten_with_path(batch, is_leaf=_is_list_of_values)[0]
     leaves = [_Leaf(path_text(keys) or "(the batch itself)", value) for keys, value in found]
     if not leaves:
-        return "a batch without leaves"
+        return Text("a batch without leaves")
     placements = _placements(leaves)
     lines = [_summary(leaves), "", *_table(leaves, placements)]
     for number, placement in enumerate(placements.values(), 1):
         paths = _several([_cut(path, 30) for path in placement.paths])
         lines += ["", _cut(f"[{number}] {paths}: {sharding_text(placement.sharding)}"), *_drawing(placement.parts)]
-    return "\n".join(line.rstrip() for line in lines)
+    return Text("\n".join(line.rstrip() for line in lines))
 
 
 def _is_list_of_values(node: Any) -> bool:
@@ -130,6 +139,8 @@ def _row(leaf: _Leaf, number: int | None) -> tuple[str, str, str, str, str]:
         sharding = value.sharding
         where = spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else sharding_text(sharding)
         return (leaf.path, str(value.shape), str(value.dtype), _bytes_text(_bytes_per_device(value)), f"[{number}] {where}")
+    if is_jax_array(value):
+        return (leaf.path, str(value.shape), str(value.dtype), "", "traced, nowhere yet")
     if _is_numpy(value):
         return (leaf.path, str(value.shape), str(value.dtype), "", "host")
     length = f" of {len(value)}" if _is_list_of_values(value) else ""

@@ -10,15 +10,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from prefetchshard.base.errors import LeafTypeError, NarrowingError
-from prefetchshard.base.jax_types import keystr, tree_flatten_with_path
-from prefetchshard.leaves.converting import as_array
+from prefetchshard.base.config import at_least
+from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.signatures import misfit
 from prefetchshard.leaves.copying import private_copy
-from prefetchshard.sources import recognise
+from prefetchshard.reading.comparing import difference
+from prefetchshard.reading.interleaving import Interleaving
+from prefetchshard.sources import Source, recognise
 from prefetchshard.sources.arrays import Arrays
-from prefetchshard.sources.asynchronous import OwnLoop
 from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.epochs import makes_batches
 from prefetchshard.sources.iterables import END, OpenIterator, OpenSource, Stream
+from prefetchshard.sources.loops import Loops
+from prefetchshard.sources.rebatch import Rebatched
 
 THREADS_SECONDS = 60.0
 """How long the threads of one check may take."""
@@ -54,9 +58,9 @@ def check_source(
 ) -> SourceReport:
     """Check that a source behaves as a loader requires, by reading it as a loader does.
 
-    A dataset must keep its length, return the same values every time, also to several threads at once, and raise IndexError for a row
-    out of range. An iterable must yield its items in the same order every time, as many as its length says, stay at its end once it has
-    ended, and continue correctly from its own state if it has one.
+    A dataset must keep its length, and return the same values every time, also to several threads at once. An iterable must yield its items
+    in the same order every time, as many as its length says, stay at its end once it has ended, and continue correctly from its own state
+    if it has one.
 
     Args:
         make_source: makes a new source; called several times.
@@ -69,14 +73,25 @@ def check_source(
 
     Raises:
         AssertionError: the source breaks a rule; the message says which, and where.
-        ConfigError: it is no source.
+        ConfigError: it is no source, `make_source` no function without arguments, or `threads` or `most` no positive integer.
 
     Example:
         examples = [np.full(3, i) for i in range(10)]
         report = ps.testing.check_source(lambda: (row.copy() for row in examples), examples)
         assert not report.reuses_buffers
     """
-    source = recognise(make_source(), batched=True)
+    if not callable(make_source):  # pyright: ignore[reportUnnecessaryComparison] - callers may be untyped
+        raise ConfigError(
+            f"check_source takes a function that makes the source anew, not a {type(make_source).__qualname__}: check_source(lambda: source)"
+        )
+    why = misfit(make_source)
+    if why is not None:
+        raise ConfigError(
+            f"check_source calls its function without arguments, and it cannot be called so: {why}; check_source(lambda: source)"
+        )
+    at_least("check_source(threads)", threads, 1)
+    at_least("check_source(most)", most, 1)
+    source = _recognised(make_source())
     if isinstance(source, Arrays):
         _equal(source.unflatten([leaf[:most] for leaf in source.leaves]), source.gathered(slice(0, most)), "the arrays")
         return SourceReport(source.kind, source.length, min(most, source.length), False, True, False)
@@ -85,8 +100,14 @@ def check_source(
     return _StreamCheck(lambda: _as_stream(make_source()), examples, most).run()
 
 
+def _recognised(source: Any) -> Source:
+    """The source as its kind, whether its items are examples or batches."""
+    makes = source.batch_size is not None if isinstance(source, Rebatched) else makes_batches(source)
+    return recognise(source, batched=not makes)
+
+
 def _as_stream(source: Any) -> Stream:
-    found = recognise(source, batched=True)
+    found = _recognised(source)
     assert not isinstance(found, (Arrays, Dataset)), "the function made another kind of source than before"
     return found
 
@@ -103,18 +124,25 @@ class _DatasetCheck:
         self._failures: list[BaseException] = []
 
     def run(self, threads: int) -> SourceReport:
+        try:
+            return self._run(threads)
+        finally:
+            self._source.leave()
+
+    def _run(self, threads: int) -> SourceReport:
         source = self._source
         self._check_length("when asked again")
         reuses = self._read_in_order()
         self._check_length("after it was read")
-        self._check_outside()
         if source.reads_many:
             self._check_many(self._shuffled(0))
         self._check_threads(threads)
+        if threads > 1:
+            self._check_in_turns()
         return SourceReport(source.kind, source.length, len(self._rows), reuses, True, False)
 
     def _check_length(self, when: str) -> None:
-        length = len(self._source.dataset)
+        length = self._source.size_now()
         assert length == self._source.length, f"the length was {self._source.length}, and is {length} {when}"
         if self._examples is not None:
             assert length == len(self._examples), f"the length is {length}, and there are {len(self._examples)} examples"
@@ -125,7 +153,7 @@ class _DatasetCheck:
         for row in self._rows:
             item = self._ask(row)
             if held is not None:
-                reuses = reuses or _difference(held, self._known[-1]) is not None
+                reuses = reuses or difference(held, self._known[-1]) is not None
             self._known.append(private_copy(item, deep=True))
             held = item
             if self._examples is not None:
@@ -137,19 +165,6 @@ class _DatasetCheck:
             return self._source.read(row)
         except IndexError as error:
             raise AssertionError(f"row {row} of {self._source.length} raises IndexError: {error}") from error
-
-    def _check_outside(self) -> None:
-        """A dataset without `__iter__` must raise IndexError after its last row: Python's own loop over it relies on that."""
-        if hasattr(self._source.dataset, "__iter__"):
-            return
-        length = self._source.length
-        try:
-            self._source.read(length)
-        except IndexError:
-            return
-        except Exception as error:
-            raise AssertionError(f"row {length} of {length} raises {type(error).__name__}, and not IndexError: {error}") from error
-        raise AssertionError(f"row {length} of {length} is given, and does not raise IndexError")
 
     def _check_many(self, places: list[int]) -> None:
         rows = [self._rows[place] for place in places]
@@ -169,6 +184,13 @@ class _DatasetCheck:
                 f"asked by {count} threads at once: {self._failures[0]}; make it safe for that, or read it with workers=1"
             ) from self._failures[0]
 
+    def _check_in_turns(self) -> None:
+        found = Interleaving(self._source.read).find(self._rows)
+        if found is not None:
+            raise AssertionError(
+                f"asked by 2 threads in turns: row {found.row} is another one: {found.what}; make it safe for that, or read it with workers=1"
+            ) from found.error
+
     def _ask_all(self, number: int, begin: threading.Barrier) -> None:
         try:
             places = self._shuffled(number)
@@ -179,6 +201,8 @@ class _DatasetCheck:
                 self._check_many(places)
         except BaseException as error:  # noqa: BLE001 - a thread has no caller
             self._failures.append(error)
+        finally:
+            self._source.leave()
 
     def _shuffled(self, seed: int) -> list[int]:
         return random.Random(seed).sample(range(len(self._rows)), len(self._rows))
@@ -250,7 +274,7 @@ class _Reading:
     def __init__(self, source: Stream, snapshot: bytes | None = None) -> None:
         self._source = source
         self._snapshot = snapshot
-        self._loop = OwnLoop([])
+        self._loop = Loops([])
         self._items: OpenSource | None = None
 
     def __enter__(self) -> _Reading:
@@ -285,7 +309,7 @@ class _Reading:
         while len(known) < most:
             item = self.pull()
             if known:
-                reuses = reuses or _difference(held, known[-1]) is not None
+                reuses = reuses or difference(held, known[-1]) is not None
             if item is END:
                 return known, reuses, True
             known.append(private_copy(item, deep=True))
@@ -298,29 +322,5 @@ class _Reading:
 
 def _equal(got: Any, wanted: Any, where: str) -> None:
     assert got is not END, f"{where} is missing"
-    difference = _difference(got, wanted)
-    assert difference is None, f"{where} is another one: {difference}"
-
-
-def _difference(got: Any, wanted: Any) -> str | None:
-    """A text that says where two items differ, bit by bit; None if they do not."""
-    (ours, our_tree), (theirs, their_tree) = (tree_flatten_with_path(item) for item in (got, wanted))
-    if our_tree != their_tree:
-        return f"{our_tree} and not {their_tree}"
-    for (path, one), (_, other) in zip(ours, theirs, strict=True):
-        if not _same(one, other):
-            return f"{keystr(path) or 'it'} is {_short_repr(one)} and not {_short_repr(other)}"
-    return None
-
-
-def _same(one: Any, other: Any) -> bool:
-    try:
-        left, right = as_array(one), as_array(other)
-    except (LeafTypeError, NarrowingError):  # text, objects
-        return bool(np.all(one == other))
-    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-
-
-def _short_repr(leaf: Any) -> str:
-    text = repr(leaf)
-    return text if len(text) < 200 else f"{text[:200]}..."
+    found = difference(got, wanted)
+    assert found is None, f"{where} is another one: {found}"

@@ -69,13 +69,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True, scope="session")
 def patient() -> Generator[None]:
-    """Closing gives no thread up because the machine is busy; a test of giving up says how soon (see `impatient`).
+    """Closing gives no thread up, and no clean-up, because the machine is busy; a test of giving up says how soon (see `impatient`).
 
     Nor does a wait come up for signals so soon that a wake-up which is missing would not be noticed.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", HANG_SECONDS)
         patch.setattr("prefetchshard.base.waiters.SIGNAL_SECONDS", 10 * HANG_SECONDS)
+        patch.setattr("prefetchshard.sources.asynchronous.TURN_SECONDS", HANG_SECONDS)
         yield
 
 

@@ -34,6 +34,12 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefetchshard.sources.loops.LOOK_SECONDS", 0.1)
 
 
+@pytest.fixture
+def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that does not turn counts as blocked soon."""
+    monkeypatch.setattr("prefetchshard.sources.asynchronous.TURN_SECONDS", 0.2)
+
+
 def here() -> int:
     return id(anyio.lowlevel.current_token().native_token)
 
@@ -365,8 +371,7 @@ def test_its_finally_runs_in_that_loop(leave: str, S: NamedSharding, run: Any) -
     wait_until(no_threads)
 
 
-def test_a_clean_up_that_lasts_is_waited_for(S: NamedSharding, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefetchshard.sources.asynchronous.HOME_SECONDS", HANG_SECONDS)
+def test_a_clean_up_that_lasts_is_waited_for(S: NamedSharding, run: Any) -> None:
     ended: list[str] = []
 
     async def source() -> AsyncIterator[np.ndarray]:
@@ -385,6 +390,58 @@ def test_a_clean_up_that_lasts_is_waited_for(S: NamedSharding, run: Any, monkeyp
             async for _ in loader:
                 break
         assert ended == ["ended"]
+
+    run(main)
+
+
+class Lasting:
+    """A source whose clean-up needs turns of its loop, and ends once it may."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def __aiter__(self) -> AsyncIterator[np.ndarray]:
+        try:
+            while True:
+                yield full(0)
+        finally:
+            self.began.set()
+            with anyio.CancelScope(shield=True):
+                await until(self.may_end.is_set)
+            self.ended.set()
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_closing_that_blocks_the_loop_does_not_wait_for_it(turns: int, S: NamedSharding, run: Any) -> None:
+    """Whether the clean-up has begun or not: it goes on once the loop turns again, and nothing is said."""
+
+    async def main() -> None:
+        source = Lasting()
+        with ps.prefetch(source, S) as loader:
+            async for _ in loader:
+                break
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+        assert no_threads()
+        source.may_end.set()
+        await until(source.ended.is_set)
+
+    run(main)
+
+
+@pytest.mark.usefixtures("quick_turns")
+def test_waiting_for_a_clean_up_ends_where_another_thread_blocks_the_loop(S: NamedSharding, run: Any) -> None:
+    async def main() -> None:
+        source = Lasting()
+        iterator = aiter(ps.prefetch(source, S))
+        await anext(iterator)
+        closing = threading.Thread(target=iterator.close)
+        closing.start()
+        await until(source.began.is_set)
+        closing.join(HANG_SECONDS)
+        assert not closing.is_alive()
+        source.may_end.set()
+        await until(source.ended.is_set)
 
     run(main)
 
@@ -498,7 +555,7 @@ def test_a_source_that_is_only_slow_is_left_in_peace(S: NamedSharding, caplog: p
     assert looks == 10
 
 
-@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.usefixtures("quick_looks", "quick_turns")
 @pytest.mark.parametrize("consumer", ["thread", "another loop"])
 @pytest.mark.parametrize("state", ["stopped", "blocked", "closed"])
 def test_the_loop_that_pulls_does_not_run(state: str, consumer: str, S: NamedSharding) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from consumers import BACKENDS, Consume, consumer, joined, places
-from support import loader_threads, run_python
+from support import loader_threads, no_threads, run_python, wait_until
 
 PATIENCE_SECONDS = 30
 sync = consumer("sync")
@@ -110,21 +110,68 @@ def test_one_loop_for_all_epochs_of_a_run(S: NamedSharding, consume: Consume) ->
     assert len(set(map(id, loops))) == 1
 
 
-def test_the_finally_of_a_generator_runs_when_the_run_is_closed(S: NamedSharding, consume: Consume) -> None:
-    ends: list[str] = []
+def with_an_end(ends: list[str]) -> Callable[[], AsyncIterator[np.ndarray]]:
+    """An endless source whose clean-up awaits."""
 
     async def source() -> AsyncIterator[np.ndarray]:
         try:
             while True:
                 yield full(0)
         finally:
+            ends.append("began")
             await anyio.lowlevel.checkpoint()
             ends.append("ended")
 
-    with ps.Loader(source, S) as loader:
-        consume(loader, 2)
-    assert len(ends) == 1
+    return source
+
+
+def test_the_finally_of_a_generator_runs_when_the_run_is_closed(S: NamedSharding, run: Any) -> None:
+    ends: list[str] = []
+    with ps.Loader(with_an_end(ends), S) as loader:
+        next(iter(loader))
+    assert ends == ["began", "ended"]
+    ends.clear()
+
+    async def main() -> None:
+        iterator = aiter(ps.Loader(with_an_end(ends), S))
+        await anext(iterator)
+        await iterator.aclose()
+        assert ends == ["began", "ended"]
+
+    run(main)
     assert loader_threads() == []
+
+
+def test_the_finally_of_a_generator_runs_when_the_loop_ends(S: NamedSharding, run: Any) -> None:
+    """Of a run that nobody closed."""
+    ends: list[str] = []
+
+    async def main() -> ps.LoaderIterator[Any]:
+        iterator = aiter(ps.Loader(with_an_end(ends), S))
+        await anext(iterator)
+        return iterator
+
+    iterator = run(main)
+    assert ends == ["began", "ended"]
+    iterator.close()
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_the_finally_of_a_generator_begins_when_the_run_is_dropped(turns: int, S: NamedSharding, run: Any) -> None:
+    """And it ends too, unless the loop ends at that very moment: asyncio then cancels the clean-up of plain generators as well."""
+    ends: list[str] = []
+
+    async def main() -> None:
+        iterator = aiter(ps.Loader(with_an_end(ends), S))
+        await anext(iterator)
+        del iterator
+        for _ in range(turns):
+            await anyio.lowlevel.checkpoint()
+
+    run(main)
+    assert ends[0] == "began"
+    wait_until(no_threads)
 
 
 def test_the_finally_runs_where_the_source_waits(S: NamedSharding) -> None:

@@ -193,6 +193,8 @@ class Run:
         self.threads.refuse()
         if threading.current_thread() in (*self.threads.in_source, *self.threads.outside_source):
             return False
+        if self.loops is not None:
+            self.loops.will_block()
         _log.debug("run %#x closes: %s", id(self), self.threads)
         return True
 

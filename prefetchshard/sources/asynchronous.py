@@ -20,8 +20,8 @@ from prefetchshard.sources.stateful import refuse_snapshot
 
 CLOSE_SECONDS = 8.0
 """Time limit for the clean-up of an async source; less than closing waits for a source that is inside its own close."""
-HOME_SECONDS = 0.2
-"""How long closing waits for the caller's event loop to begin the clean-up. Short, as that loop may be blocked by the wait."""
+TURN_SECONDS = 0.2
+"""Closing waits for a clean-up in a loop of the user's while that loop turns at least this often: the wait itself may be what blocks it."""
 
 
 class _Pump:
@@ -40,6 +40,7 @@ class _Pump:
         self._stopped = False
         self._answer: tuple[Any, BaseException | None] | None = None
         self._answered = Waiters()
+        self._turns = 0
         self._over = False
         self._is_closing = False
         self._deadline = math.inf
@@ -130,7 +131,6 @@ class _Pump:
         if self._stopped:
             return
         self._stopped = True
-        self._answered.wake()  # closing waits for the clean-up, now that it begins
         scope = self._scope
         if scope is None or self._is_closing:  # `run` checks `_stopped` before it starts; the clean-up has its own time limit
             return
@@ -165,10 +165,28 @@ class _Pump:
         answer, self._answer = self._answer, None
         return answer
 
-    def wait_over(self, begin_seconds: float | None) -> None:
-        """Wait for the clean-up, which has its own time limit; None: for its beginning too, else only so long."""
-        if begin_seconds is None or self._answered.wait(lambda: self._stopped or self._over, begin_seconds):
-            self._answered.wait(lambda: self._over)
+    def wait_over(self) -> None:
+        """Wait for the clean-up, which has its own time limit."""
+        self._answered.wait(lambda: self._over)
+
+    def wait_while_it_turns(self, home: HomeLoop, is_blocked: Callable[[], bool]) -> None:
+        """Wait for the clean-up as long as its loop turns. Once that is blocked, the clean-up goes on without being waited for."""
+
+        def over() -> bool:
+            return self._over or is_blocked()
+
+        while not over():
+
+            def over_or_turned(before: int = self._turns) -> bool:
+                return over() or self._turns != before
+
+            if not home.call_soon(self._turn) or not self._answered.wait(over_or_turned, TURN_SECONDS):
+                return
+            self._answered.wait(over, TURN_SECONDS)
+
+    def _turn(self) -> None:
+        self._turns += 1
+        self._answered.wake()
 
     def wake(self) -> None:
         self._answered.wake()
@@ -203,8 +221,8 @@ class OpenAsyncIterator:
 
     Args:
         iterable: has `__aiter__`.
-        home: the event loop that pulls it.
-        begin_seconds: how long `close` waits for the source's clean-up to begin; None: until it does.
+        loops: the event loops of the run.
+        home: the loop of the user's that pulls it; None: the run's own.
 
     Attributes:
         asked_for: the number of the item that it was asked for and has not given yet; None where there is none.
@@ -213,10 +231,11 @@ class OpenAsyncIterator:
     closable_from_outside = False
     access = None
 
-    def __init__(self, iterable: Any, home: HomeLoop, begin_seconds: float | None) -> None:
+    def __init__(self, iterable: Any, loops: Loops, home: HomeLoop | None) -> None:
         self._pump = _Pump(iterable)
-        self._home = home
-        self._begin_seconds = begin_seconds
+        self._loops = loops
+        self._is_own = home is None
+        self._home = home or loops.own()
         self._count = 0
         self.asked_for: int | None = None
         self._cancelled = False
@@ -247,8 +266,15 @@ class OpenAsyncIterator:
 
     def close(self) -> None:
         self._cancelled = True
-        if self._started and self._home.call_soon(self._pump.stop):
-            self._pump.wait_over(self._begin_seconds)
+        if not self._started or not self._home.call_soon(self._pump.stop):
+            return
+        if self._is_own:
+            self._pump.wait_over()
+        else:
+            self._pump.wait_while_it_turns(self._home, lambda: self._loops.home_is_blocked)
+
+    def wake(self) -> None:
+        self._pump.wake()
 
 
 class AsyncStream(PulledSource):
@@ -279,7 +305,7 @@ class AsyncStream(PulledSource):
         if snapshot is not None:
             raise refuse_snapshot(self._iterable)
         home = self.home_in(loop.began_in)
-        items = OpenAsyncIterator(self._iterable, home or loop.own(), None if home is None else HOME_SECONDS)
+        items = OpenAsyncIterator(self._iterable, loop, home)
         loop.begin(items, home, is_chosen=self._chosen is not None)
         return items
 

@@ -35,6 +35,10 @@ class Pulled(Protocol):
         """Nothing will come any more: the loop was closed without another turn."""
         ...
 
+    def wake(self) -> None:
+        """Let who waits look again."""
+        ...
+
 
 class Loops:
     """The event loops of one run: the one in which it was begun, and one of its own, which serves all its epochs.
@@ -47,6 +51,7 @@ class Loops:
     Attributes:
         threads, began_in: as above.
         home: the loop of the user's in which the source is pulled; None: none, or not known yet.
+        home_is_blocked: closing the run blocks it, so that nothing can be awaited there meanwhile.
 
     Thread safety: `own`, `begin` and `close` are called by the source's thread; the rest by any thread.
     """
@@ -55,6 +60,7 @@ class Loops:
         self.threads = threads
         self.began_in = began_in
         self.home: HomeLoop | None = None
+        self.home_is_blocked = False
         self._made_in = made_in
         self._pulled: Pulled | None = None
         self._is_chosen = False
@@ -119,6 +125,16 @@ class Loops:
         if self._thread is not None and self._own is not None and self._stopping is not None:
             self._own.call_soon(self._stopping.set)
             self._thread.join()
+
+    # -- for who closes the run
+
+    def will_block(self) -> None:
+        """This thread is about to wait until the run's threads have ended. In the thread of `home` that blocks the clean-up."""
+        pulled = self._pulled
+        if self.home is not None and self.home.runs_here():
+            self.home_is_blocked = True
+            if pulled is not None:
+                pulled.wake()
 
     # -- for who waits for a batch
 

@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from consumers import BACKENDS
+from prefetchshard.sources import asynchronous
+from prefetchshard.sources import loops as loops_module
 from support import HANG_SECONDS, Thread, loader_threads, no_threads, run_python, wait_until
 
 COUNT = 6
@@ -573,7 +575,11 @@ def test_the_loop_that_pulls_does_not_run(state: str, consumer: str, S: NamedSha
 
     iterator = loop.run_until_complete(begin())
     let_go = threading.Event()
-    blocking = Thread(lambda: loop.run_until_complete(asyncio.sleep(0, let_go.wait()))) if state == "blocked" else None
+
+    async def block() -> None:
+        let_go.wait()
+
+    blocking = Thread(lambda: loop.run_until_complete(block())) if state == "blocked" else None
     if state == "closed":
         loop.close()
     error = (ps.SourceError, "was closed") if state == "closed" else (ps.PrefetchWarning, r"does not run: .*ps\.in_own_loop")
@@ -588,6 +594,72 @@ def test_the_loop_that_pulls_does_not_run(state: str, consumer: str, S: NamedSha
             task.cancel()
         loop.run_until_complete(asyncio.sleep(0.01))
         loop.close()
+    wait_until(no_threads)
+
+
+@pytest.mark.usefixtures("quick_looks", "quick_turns")
+@pytest.mark.parametrize("state", ["stopped", "closed"])
+def test_a_loop_that_runs_at_first_is_looked_at_again(state: str, S: NamedSharding) -> None:
+    """It turned when somebody looked, and was stopped or closed after that: who waits would wait for ever."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)
+
+    async def source() -> AsyncIterator[np.ndarray]:
+        yield full(0)
+        await asyncio.sleep(3600)
+
+    async def begin() -> ps.LoaderIterator:
+        iterator = aiter(ps.prefetch(source(), S))
+        await anext(iterator)
+        return iterator
+
+    iterator = loop.run_until_complete(begin())
+    loops = iterator._consumer.run.loops
+    assert loops is not None
+    consumer = Thread(lambda: next(iterator))
+    loop.run_until_complete(until(lambda: loops._look is not None and loops._look.is_answered))
+    if state == "closed":
+        loop.close()
+    assert isinstance(consumer.raised(), ps.SourceError if state == "closed" else ps.PrefetchWarning)
+    iterator.close()
+    if state == "stopped":
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+    wait_until(no_threads)
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_a_closed_loop_is_an_error_of_the_source_however_late_its_thread_comes(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits looks again meanwhile, and has nothing to say that would take the place of the error."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)
+
+    async def begin() -> ps.LoaderIterator:
+        iterator = aiter(ps.prefetch(Loops(100), S))
+        await anext(iterator)
+        return iterator
+
+    iterator = loop.run_until_complete(begin())
+    loop.close()
+    looks: list[object] = []
+    complaint, answer = loops_module.Loops.complaint, asynchronous._Pump._taken_answer
+
+    def look(self: Any) -> str | None:
+        looks.append(self._look)
+        return complaint(self)
+
+    def late(self: Any) -> Any:
+        if self._over:
+            seen = len(looks)
+            wait_until(lambda: len(looks) >= seen + 3)
+        return answer(self)
+
+    monkeypatch.setattr(loops_module.Loops, "complaint", look)
+    monkeypatch.setattr(asynchronous._Pump, "_taken_answer", late)
+    with pytest.raises(ps.SourceError, match="closed"):
+        list(iterator)
     wait_until(no_threads)
 
 

@@ -159,13 +159,20 @@ class Loops:
             return None
         last = self._look
         if last is None or last.pulled is not pulled or last.item != item:
-            self._look = last = _Look(pulled, item, now)
-            if home is not None and not home.call_soon(last.answer):
-                pulled.loop_is_gone()
+            self._look_at(pulled, item, home)
             return None
-        if now - last.at < LOOK_SECONDS / 2:  # another one who waits came first
+        if last.is_gone or now - last.at < LOOK_SECONDS / 2:  # or another one who waits came first
             return None
-        return self._words(home, runs=last.is_answered)
+        words = self._words(home, runs=last.is_answered)
+        if not self._has_spoken:  # a loop that turned then may have been stopped, blocked or closed since
+            self._look_at(pulled, item, home)
+        return words
+
+    def _look_at(self, pulled: Pulled, item: int, home: HomeLoop | None) -> None:
+        self._look = look = _Look(pulled, item, time.monotonic())
+        if home is not None and not home.call_soon(look.answer):
+            look.is_gone = True  # who pulls says so, as soon as its thread comes to it
+            pulled.loop_is_gone()
 
     def _words(self, home: HomeLoop | None, *, runs: bool) -> str | None:
         since = f"the async source has not given an item for {LOOK_SECONDS:g} seconds or longer"
@@ -203,15 +210,17 @@ class _Look:
         pulled, item: what was asked for which item.
         at: when, in seconds of the monotonic clock.
         is_answered: whether its loop has turned since.
+        is_gone: whether that was closed.
     """
 
-    __slots__ = ("at", "is_answered", "item", "pulled")
+    __slots__ = ("at", "is_answered", "is_gone", "item", "pulled")
 
     def __init__(self, pulled: Pulled, item: int, at: float) -> None:
         self.pulled = pulled
         self.item = item
         self.at = at
         self.is_answered = False
+        self.is_gone = False
 
     def answer(self) -> None:
         self.is_answered = True

@@ -23,7 +23,13 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import SOURCES, Dataset, Examples, Gate, Iterable, OpenSource, async_generator, batch, factory, first, generator, nothing
+from prefetchshard.queues.bounded_queue import BoundedQueue
+from prefetchshard.reading.item_dealer import ItemDealer
+from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.running import closing
+from prefetchshard.running.run import Run
+from prefetchshard.running.thread_group import GroupThread, ThreadGroup
+from prefetchshard.sources.loops import LOOP_THREAD
 from support import HANG_SECONDS, Thread, called_in, ended, handled_everywhere, loader_threads, no_threads, wait_until
 
 ENDLESS = 10**9
@@ -35,6 +41,27 @@ def graceful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefetchshard.running.closing.GRACE_SECONDS", HANG_SECONDS)
 
 
+def give_up_once(monkeypatch: pytest.MonkeyPatch, ready: Callable[[Run], bool]) -> None:
+    """Closing gives no thread up before this is so, however busy the machine is: then, after the time that it gives a source."""
+    close_source = Run.close_source
+
+    def close_and_wait(run: Run) -> None:
+        close_source(run)
+        wait_until(lambda: ready(run))
+
+    monkeypatch.setattr(Run, "close_source", close_and_wait)
+
+
+def is_in_its_close(run: Run) -> bool:
+    """Whether a thread closes the source from outside, or each thread that the source still has closes it or lets go of it."""
+    inside = run._closing_in  # pyright: ignore[reportPrivateUsage]
+    threads = [thread for thread in run.threads.in_source if thread.is_alive() and thread.name != LOOP_THREAD]
+    closers = [thread for thread in threads if thread.name == "prefetchshard-closer"]
+    return any(thread.ident in inside for thread in closers) or all(
+        thread.ident in inside or (isinstance(thread, GroupThread) and thread.has_left) for thread in threads if thread not in closers
+    )
+
+
 every_source = pytest.mark.parametrize("kind", SOURCES)
 
 
@@ -42,6 +69,12 @@ def full(iterator: ps.LoaderIterator) -> bool:
     """Whether it has read as far ahead as it may."""
     stats = iterator.stats()
     return stats.ready.senders_waiting + stats.host.senders_waiting >= 2
+
+
+def no_threads_collected() -> bool:
+    """Of runs in cycles neither. To be asked again and again: a collection does nothing while another thread collects."""
+    gc.collect()
+    return no_threads()
 
 
 def closed_in_time(close: Callable[[], object]) -> None:
@@ -176,9 +209,54 @@ def test_who_drops_it_stops_it(kind: str, drop: Callable[[ps.Loader], None], S: 
     dead = [weakref.ref(loader)] if kind in ("factory", "async generator") else [weakref.ref(loader), weakref.ref(source)]
     drop(loader)
     del loader, source
-    gc.collect()
-    wait_until(no_threads)
+    wait_until(no_threads_collected)
     wait_until(lambda: [ref() for ref in dead] == [None] * len(dead))
+
+
+class Told(Examples):
+    """Is told the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("makes", [Dataset, Told])
+@pytest.mark.parametrize("when", ["before its threads run", "while its first item is dealt", "later"])
+def test_a_dropped_run_lets_go_of_a_dataset_without_the_garbage_collector(
+    when: str, makes: type[Dataset], S: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late its threads come: a cycle would hold the source until something collects it."""
+    came, dropped = threading.Event(), threading.Event()
+
+    def late(function: Any) -> Any:
+        def wait(*args: Any) -> Any:
+            came.set()
+            dropped.wait(HANG_SECONDS)
+            return function(*args)
+
+        return wait
+
+    if when == "before its threads run":
+        monkeypatch.setattr(ThreadGroup, "_run", late(ThreadGroup._run))
+    elif when == "while its first item is dealt":
+        monkeypatch.setattr(RowDealer, "_begin", late(RowDealer._begin))
+    source = makes(20)
+    loader = ps.prefetch(source, S, workers=2, batch_size=8 if makes is Told else None)
+    dead = weakref.ref(source)
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(loader)
+        if when == "later":
+            next(iterator)
+            came.set()
+        assert came.wait(HANG_SECONDS)
+        del iterator, loader, source
+        dropped.set()
+        wait_until(no_threads)
+        wait_until(lambda: dead() is None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["dataset", "iterable"])
@@ -186,8 +264,7 @@ def test_who_drops_it_stops_it(kind: str, drop: Callable[[ps.Loader], None], S: 
 def test_a_loader_that_is_kept_keeps_no_dropped_run(kind: str, drop: Callable[[ps.Loader], None], S: NamedSharding) -> None:
     loader = ps.prefetch(SOURCES[kind](20), S)
     drop(loader)
-    gc.collect()
-    wait_until(no_threads)
+    wait_until(no_threads_collected)
     assert [first(b) for b in loader] == list(range(20))
 
 
@@ -262,8 +339,7 @@ def test_garbage_may_be_collected_in_any_thread(S: NamedSharding) -> None:
         gc.set_threshold(*old)
         gc.unfreeze()
     del cycle
-    gc.collect()
-    wait_until(no_threads)
+    wait_until(no_threads_collected)
 
 
 # --- who may close, and when
@@ -654,10 +730,12 @@ def test_many_stuck_threads_are_named_in_one_go(S: NamedSharding) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_several_stuck_runs_are_closed_side_by_side(S: NamedSharding) -> None:
     gate = Gate(1)
-    loader = ps.prefetch(Iterable(ENDLESS, gate), S)
+    stuck: list[int] = []
+    loader = ps.prefetch(Iterable(ENDLESS, lambda i: (stuck.append(i), gate(i)) if i == 1 else None), S)
     iterators = [iter(loader) for _ in range(4)]
     for iterator in iterators:
         next(iterator)
+    wait_until(lambda: len(stuck) == 4)
     with pytest.warns(ps.StuckThreadWarning):
         closed_in_time(loader.close)
     assert all(ended(iterator) for iterator in iterators)
@@ -805,13 +883,15 @@ def test_a_blocked_generator_cleans_up_when_it_comes_out(S: NamedSharding) -> No
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("blocked", [False, True])
-def test_a_close_that_blocks(blocked: bool, S: NamedSharding) -> None:
+def test_a_close_that_blocks(blocked: bool, S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the source's own thread, and from outside."""
     gate = Gate(2)
-    may_end = threading.Event()
+    inside, may_end = threading.Event(), threading.Event()
+    give_up_once(monkeypatch, lambda _: inside.is_set())
 
     class Source(OpenSource):
         def close(self) -> None:
+            inside.set()
             may_end.wait()
 
     iterator = iter(ps.prefetch(Source(ENDLESS, gate if blocked else nothing), S))
@@ -837,9 +917,11 @@ class Lasting:
 
         def tell(*args: Any) -> None:
             self.gave_up.set()
+            monkeypatch.setattr(closing, "GRACE_SECONDS", HANG_SECONDS)  # what comes out of the close may be slow to end
             join(*args)
 
         monkeypatch.setattr(closing, "_join_closing", tell)
+        give_up_once(monkeypatch, is_in_its_close)
         for name, seconds in (("GRACE_SECONDS", 0.05), ("GIVE_UP_SECONDS", 0.1), ("CLOSING_SECONDS", HANG_SECONDS)):
             monkeypatch.setattr(closing, name, seconds)
 
@@ -917,6 +999,73 @@ def test_a_source_inside_its_own_close_is_waited_for(
     assert no_threads()
 
 
+def test_a_destructor_that_lasts_in_the_thread_that_closes_from_outside(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was slow to find that there is nothing to close, so it is the last to let go of the source."""
+    lasting = Lasting(monkeypatch)
+    gate = Gate(1)
+    destroyed_in: list[str] = []
+
+    class Items(OpenSource):
+        def __del__(self) -> None:
+            lasting.last()
+            time.sleep(0.3)  # still inside when closing looks
+            destroyed_in.append(threading.current_thread().name)
+
+    def slow(dealer: ItemDealer) -> None:
+        items = dealer._items  # pyright: ignore[reportPrivateUsage]
+        gate.open()
+        wait_until(lambda: "prefetchshard-source" not in [thread.name for thread in loader_threads()])
+        del items
+
+    monkeypatch.setattr(ItemDealer, "close_from_outside", slow)
+    with ps.prefetch(lambda: Items(ENDLESS, gate), S) as loader:
+        for _ in loader:
+            break
+        assert gate.inside.wait(HANG_SECONDS)
+    assert destroyed_in == ["prefetchshard-closer"]
+    assert no_threads()
+
+
+def test_a_source_that_blocks_after_closing_found_nobody_in_it(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread comes late: it is about to ask for an item while it is looked at, and must not ask any more."""
+    looked = threading.Event()
+    close_from_outside, reserve = ItemDealer.close_from_outside, BoundedQueue.reserve
+    gate = Gate(1)
+
+    def look(dealer: ItemDealer) -> None:
+        close_from_outside(dealer)
+        looked.set()
+
+    def late(queue: Any) -> Any:
+        place = reserve(queue)
+        if threading.current_thread().name == "prefetchshard-source" and is_late:
+            has_come.set()
+            looked.wait(HANG_SECONDS)
+        return place
+
+    class Source(OpenSource):
+        def __next__(self) -> Any:
+            nonlocal is_late
+            is_late = self.asked == 0
+            return super().__next__()
+
+        def close(self) -> None:
+            super().close()
+            gate.open()
+
+    has_come, is_late = threading.Event(), False
+    monkeypatch.setattr(ItemDealer, "close_from_outside", look)
+    monkeypatch.setattr(BoundedQueue, "reserve", late)
+    monkeypatch.setattr(closing, "GIVE_UP_SECONDS", 5.0)
+    source = Source(ENDLESS, gate)
+    iterator = iter(ps.prefetch(source, S))
+    next(iterator)
+    assert has_come.wait(HANG_SECONDS)
+    iterator.close()
+    assert (source.asked, source.closed) == (1, 1)
+    assert no_threads()
+
+
 def test_datasets_of_workers_inside_their_close_are_waited_for(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     lasting = Lasting(monkeypatch)
     closed: list[int] = []
@@ -981,12 +1130,16 @@ def async_closing(loader: ps.Loader) -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("where", ["pull", "close"])
 @pytest.mark.parametrize("use", [with_statement, with_closing, try_finally, async_with, async_closing])
-def test_no_warning_takes_the_place_of_an_exception(use: Callable[[ps.Loader], None], where: str, S: NamedSharding) -> None:
+def test_no_warning_takes_the_place_of_an_exception(
+    use: Callable[[ps.Loader], None], where: str, S: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where warnings are errors, as here, what the body raised comes, with a note of the warning."""
-    gate = Gate(1 if where == "pull" else -1)
+    gate, inside = Gate(1 if where == "pull" else -1), threading.Event()
+    give_up_once(monkeypatch, lambda _: inside.is_set())
 
     class Source(OpenSource):
         def close(self) -> None:
+            inside.set()
             gate.opened.wait()
 
     with pytest.raises(ZeroDivisionError) as caught:
@@ -1056,8 +1209,7 @@ def test_an_async_generator_cleans_up_in_its_own_loop(end: Callable[[ps.Loader],
             said.append("same" if asyncio.get_running_loop() is began else "other")
 
     end(ps.prefetch(source(), S))
-    gc.collect()
-    wait_until(no_threads)
+    wait_until(no_threads_collected)
     assert said == ["same"]
 
 

@@ -149,7 +149,7 @@ class _Habits:
         self._dataset = dataset
         self._before = _attributes(dataset)
         self._moves = False
-        self._last: Any = self  # what the last read gave
+        self._last: Any = object()  # what the last read gave; not this itself, which nobody but the garbage collector would free then
         self._memory: list[tuple[AnyArray, AnyArray]] = []  # its arrays, and what was in them
         self._overwrites = False
         self.reads = 0

@@ -186,7 +186,7 @@ class ItemDealer:
         try:
             for row in range(size):
                 span.enter("reading")
-                item = source.pull(row, size)
+                item = source.pull(row, size, cancelled)
                 span.enter("batching")
                 if item is END or cancelled.cancelled:
                     break
@@ -214,7 +214,7 @@ class ItemDealer:
         try:
             for row in range(size):
                 span.enter("reading")
-                item = self._source.pull(row, size)
+                item = self._source.pull(row, size, self._plan.out)
                 if item is END or self._plan.out.cancelled:
                     break
                 if row == 0:
@@ -278,7 +278,7 @@ class ItemDealer:
             batch.may_be_left_out = leaves_out
             span = Span(plan.recorder, "reading", epoch, number)
             try:
-                item = source.pull(0, 1)
+                item = source.pull(0, 1, plan.out)
                 took = span.enter("reading")
                 if item is END or plan.out.cancelled:
                     span.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from prefetchshard.base.position import EpochEnd
@@ -50,10 +51,19 @@ class RowDealer:
         self.helpers: list[threading.Thread] = []
         reads = source
         if isinstance(source, Dataset) and FirstReads.are_wanted(source, plan):
-            reads = FirstReads(source, plan, self._rows_due, self.helpers, lambda: self._worker.read_from(source))
+            this = weakref.ref(self)  # a dropped run is freed without the garbage collector
+
+            def due() -> set[int]:
+                return set() if (dealer := this()) is None else dealer._rows_due()
+
+            def decided() -> None:
+                if (dealer := this()) is not None:
+                    dealer._worker.read_from(source)
+
+            reads = FirstReads(source, plan, due, self.helpers, decided)
         self._worker = Worker(plan, writer, reads, tree)
         self._lock = threading.Lock()  # guards _parts, and with it everything that comes next
-        self._parts = self._deal_all()
+        self._parts: Iterator[Part] | None = None  # made by the first who asks: what was not begun would hold this for ever
         self._epoch = plan.start.epoch
         self._began = False
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
@@ -64,7 +74,8 @@ class RowDealer:
         self._dataset = source if isinstance(source, Dataset) else None
         self._told = source if isinstance(source, Dataset) and source.takes_epoch else None  # it must not change while it is read
         if self._told is not None:
-            self._worker.part_done = lambda _: self._in_use.leave()
+            in_use = self._in_use
+            self._worker.part_done = lambda _: in_use.leave()
 
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
@@ -97,6 +108,8 @@ class RowDealer:
         """The next run of rows; None: there is no more, or nothing more is wanted."""
         with self._lock:
             try:
+                if self._parts is None:
+                    self._parts = self._deal_all()
                 part = next(self._parts, None)
             except BaseException as error:  # noqa: BLE001 - a thread has no caller, and `set_epoch` is the source's code
                 self._plan.out.end(ReadFailure(error, "starting an epoch", self._epoch, of_batch=False))

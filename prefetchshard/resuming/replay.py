@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from prefetchshard.base.errors import StateError
 from prefetchshard.base.position import StartPoint
@@ -26,6 +26,15 @@ COUNT_SECONDS = 0.1
 """The shortest time between two updates of the statistics: an update costs as much as pulling a cheap item."""
 
 
+class Cancellable(Protocol):
+    """What is read for."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nothing more is wanted."""
+        ...
+
+
 class ReplayedSource:
     """Opens a source at a start point, and yields its items from there.
 
@@ -37,7 +46,8 @@ class ReplayedSource:
         recorder: counts what is read again.
 
     Attributes:
-        is_inside: whether a thread is in the source's code.
+        is_inside: whether a thread is in the source's code. Set before the last look whether anything is wanted: who cancels first, and
+            then finds nobody inside, need not close the source for anybody who comes later.
 
     Thread safety: call it from the source's thread; any thread may read the attributes.
     """
@@ -112,6 +122,8 @@ class ReplayedSource:
         clock = self._recorder.clock
         counted, counted_at = 0, clock()
         said_at = counted_at
+        if cancelled():
+            return False
         size = self._batch_size or 1
         last_batch = goal - (1 if self._batch_size is None else self._start.last_rows)
         for done in range(goal):
@@ -165,19 +177,20 @@ class ReplayedSource:
 
     # -- items
 
-    def pull(self, row: int, size: int) -> Any | EndType:
-        """The next item, or END.
+    def pull(self, row: int, size: int, out: Cancellable) -> Any | EndType:
+        """The next item, or END; END too where nothing more is wanted.
 
         Args:
             row: its row in the batch.
             size: items in a full batch.
+            out: where the item goes.
         """
         assert self._items is not None
         if self._ended:
             return END
         self.is_inside = True
         try:
-            item = self._items.pull()
+            item = END if out.cancelled else self._items.pull()
         finally:
             self.is_inside = False
         if item is not END and self._snapshot is None:

@@ -75,6 +75,8 @@ class Run:
         self._exit = EXIT  # an attribute outlives the module
         self._waited = False  # whether a close has waited for the threads; later ones need not
         self._close_failures = reader.close_failures
+        self._closing_in = reader.closing_in
+        self._closers: list[threading.Thread] = []
         # A weak reference, so that a dropped run is freed without the garbage collector: its threads end and release the source.
         this = weakref.ref(self)
         self.threads = ThreadGroup(
@@ -199,24 +201,29 @@ class Run:
         return True
 
     def close_source(self) -> None:
-        reader = self._reader
-        if reader is None or not any(thread.is_alive() for thread in self.threads.in_source):
+        if self._reader is None or not any(thread.is_alive() for thread in self.threads.in_source):
             return
-        closer = threading.Thread(target=reader.close_from_outside, name=THREAD_PREFIX + "closer", daemon=True)
+        closer = threading.Thread(target=self._close_from_outside, name=THREAD_PREFIX + "closer", daemon=True)
+        self._closers.append(closer)
         self.threads.helpers.append(closer)
         try:
             run_uncut(closer.start)
         except RuntimeError:  # the interpreter is exiting, and starts no more threads
             pass
 
+    def _close_from_outside(self) -> None:
+        reader = self._reader  # held by this thread alone, not by who closes the run: the last to hold it runs the source's destructor
+        if reader is not None:
+            reader.close_from_outside()
+
     def closing_threads(self) -> list[threading.Thread]:
-        reader = self._reader
-        idents: set[int] = set() if reader is None else reader.closing_in
-        # A thread whose body has returned lets go of the source, whose destructor may take its time
+        idents = self._closing_in
+        # A thread whose body has returned lets go of the source, whose destructor may take its time; so may a closer
         return [
             thread
             for thread in self.threads.in_source
-            if thread.is_alive() and (thread.ident in idents or (isinstance(thread, GroupThread) and thread.has_left))
+            if thread.is_alive()
+            and (thread.ident in idents or thread in self._closers or (isinstance(thread, GroupThread) and thread.has_left))
         ]
 
     def finish(self) -> list[Warning]:

@@ -386,16 +386,19 @@ def test_the_callers_context_is_in_force_inside(S: NamedSharding, consume: Consu
 def test_a_source_that_does_not_let_go_is_given_up_on(S: NamedSharding) -> None:
     waits, may_end = threading.Event(), threading.Event()
 
+    def stuck_here() -> None:
+        waits.set()
+        may_end.wait(PATIENCE_SECONDS)
+
     async def source() -> AsyncIterator[np.ndarray]:
         yield full(0)
-        waits.set()
-        may_end.wait(PATIENCE_SECONDS)  # blocks its loop
+        stuck_here()  # blocks its loop
         yield full(1)
 
     loader = ps.Loader(source(), S)
     assert int(next(iter(loader))[0]) == 0
     assert waits.wait(PATIENCE_SECONDS)
-    with pytest.warns(ps.StuckThreadWarning, match="may_end.wait"):
+    with pytest.warns(ps.StuckThreadWarning, match="in stuck_here"):
         loader.close()
     may_end.set()
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import Gate, Iterable, OpenSource, batch, first, generator
-from support import HANG_SECONDS, Interrupts, ended, interrupted_everywhere, no_threads, wait_until
+from support import HANG_SECONDS, Interrupts, Thread, ended, interrupted_everywhere, no_threads, wait_until
 
 ENDLESS = 10**9
 
@@ -104,7 +104,9 @@ def test_closing_after_an_interrupted_iter_is_as_fast_as_ever(one_shot: bool, S:
     """With real signals, which come inside calls into C too: KeyboardInterrupt comes itself, and closing has nothing to wait for."""
     interrupted, waits = 0, 0.0
     with Interrupts(0.0003) as interrupts:
-        for _ in range(150):
+        rounds = 0
+        while rounds < 150 or interrupted <= 10:  # more where the thread that sends the signals had to wait
+            rounds += 1
             loader = ps.prefetch(OpenSource(ENDLESS) if one_shot else Iterable(ENDLESS), S, workers=1)
             interrupts.armed = True
             try:
@@ -165,12 +167,14 @@ def test_ctrl_c_while_it_closes(S: NamedSharding) -> None:
     assert gate.inside.wait(HANG_SECONDS)
     with Interrupts(0.05) as interrupts:
 
-        def close() -> None:
+        def arm() -> None:  # not before it closes: Ctrl-C right before the call would leave the run as it was
+            wait_until(lambda: iterator._consumer.outbox.cancelled)
             interrupts.armed = True
-            iterator.close()
 
+        arming = Thread(arm)
         with pytest.raises(KeyboardInterrupt):
-            close()
+            iterator.close()
+        arming.returned()
     assert ended(iterator)
     gate.open()
     iterator.close()

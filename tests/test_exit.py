@@ -370,6 +370,7 @@ took.wait()
 def test_a_daemon_thread_that_computes_between_two_batches_is_waited_for() -> None:
     program = """
 import atexit
+ps.running.before_3_14.CONSUMER_SECONDS = 1000.0  # it took its batch recently, however slow the machine is
 def consume():
     for batch in ps.prefetch(endless(), S):
         took.set()
@@ -473,7 +474,7 @@ its = [iter(ps.prefetch(Source(), S)) for _ in range(2)]
 for it in its: next(it)
 ps.running.closing.GIVE_UP_SECONDS = 60.0
 def send():
-    for place in ("close_runs", "_wait_outside_jax"):
+    for place in ("close_runs", "wait_outside_jax"):
         wait_until(lambda: main_is_in(place))
         os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=send, daemon=True).start()

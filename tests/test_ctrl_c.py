@@ -105,7 +105,7 @@ def test_closing_after_an_interrupted_iter_is_as_fast_as_ever(one_shot: bool, S:
     interrupted, waits = 0, 0.0
     with Interrupts(0.0003) as interrupts:
         rounds = 0
-        while rounds < 150 or interrupted <= 10:  # more where the thread that sends the signals had to wait
+        while rounds < 150 or (interrupted <= 10 and rounds < 15_000):  # more where the thread that sends the signals had to wait
             rounds += 1
             loader = ps.prefetch(OpenSource(ENDLESS) if one_shot else Iterable(ENDLESS), S, workers=1)
             interrupts.armed = True

@@ -158,6 +158,8 @@ class Consumer:
         self._recorder.stall_seconds += now - began
         self._recorder.last_next_at = now
         if not self._has_failed():
+            if self.run.closed:  # meanwhile, which drops a failure: nobody can tell any more whether the run ended by itself
+                return True
             self.handed_out.end = self.factory.ended(self.handed_out.start, self.handed_out.position)
         self._over = True  # last: who shares the iterator goes by it
         return True

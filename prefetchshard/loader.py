@@ -186,7 +186,7 @@ class Loader(Generic[Batch_co]):
     def _start(self, began_in: HomeLoop | None) -> _Begun:
         consumer = Consumer(self._factory, began_in)
         begun = _Begun(LoaderIterator(consumer), consumer)
-        self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.has_ended]
+        self._runs = [(ref, run) for ref, run in self._runs if ref() is not None or not run.threads.is_gone]
         self._runs.append((weakref.ref(consumer), consumer.run))
         self._last, self._last_run = consumer.handed_out, consumer.run
         if self._factory.one_shot:

@@ -71,11 +71,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def patient() -> Generator[None]:
     """Closing gives no thread up, and no clean-up, because the machine is busy; a test of giving up says how soon (see `impatient`).
 
+    Nor does the end of a run give up a thread that has taken a batch and not counted it.
+
     Nor does a wait come up for signals so soon that a wake-up which is missing would not be noticed.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", HANG_SECONDS)
         patch.setattr("prefetchshard.base.waiters.SIGNAL_SECONDS", 10 * HANG_SECONDS)
+        patch.setattr("prefetchshard.consumer.COUNTING_SECONDS", HANG_SECONDS)
         patch.setattr("prefetchshard.sources.asynchronous.TURN_SECONDS", HANG_SECONDS)
         yield
 

@@ -528,12 +528,21 @@ def test_an_interrupted_take_loses_nothing(held: bool) -> None:
 
 
 def test_ctrl_c_again_and_again_under_load() -> None:
-    count = 20_000
+    count, sent = 20_000, 0
     queue = new(2)
-    sender = Thread(lambda: all(queue.put(i) for i in range(count)) and queue.end())
     got: list[Any] = []
+    done = False
+
+    def send() -> None:
+        nonlocal sent
+        while sent < count or interrupts.count <= 10:  # who sends them may have had no turn for long
+            queue.put(sent)
+            sent += 1
+        queue.end()
+
     with Interrupts(0.0003) as interrupts:
-        while len(got) < count:
+        sender = Thread(send)
+        while not done:
             taking = iter(queue.take_nowait, None)
             try:
                 interrupts.armed = True
@@ -541,11 +550,13 @@ def test_ctrl_c_again_and_again_under_load() -> None:
                     if item is not EMPTY:
                         got.append(item)
                     elif not queue.wait_ready():
+                        interrupts.armed = False  # outside of the `try` it would end the session
+                        done = True
                         break
             except KeyboardInterrupt:
                 pass
     sender.returned()
-    assert got == list(range(count))
+    assert got == list(range(sent))
     assert interrupts.count > 10
     assert queue.stats().held == 0
 

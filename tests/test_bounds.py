@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import SOURCES, Examples, Gate, Iterable, batch, first, generator
+from prefetchshard.queues.bounded_queue import EMPTY
 from support import Interrupts, loader_threads, pairwise, wait_until
 
 ENDLESS = 10**9
@@ -53,7 +55,10 @@ def at_rest(iterator: ps.LoaderIterator) -> bool:
     stats, again = iterator.stats(), iterator.stats()
     if (stats.ready, stats.host) != (again.ready, again.host):  # a look at both queues is not one look
         return False
-    return all(queue.senders_waiting >= 1 and queue.held == queue.capacity for queue in (stats.ready, stats.host))
+    if not all(queue.senders_waiting >= 1 and queue.held == queue.capacity for queue in (stats.ready, stats.host)):
+        return False
+    places = list(iterator._consumer.run._inbox._queue.line)
+    return all(place.item is not EMPTY for place in places)  # one worker may wait for room while another has yet to read
 
 
 def loaders(kind: str, counter: Counter, S: NamedSharding, **options: Any) -> ps.Loader:
@@ -202,7 +207,7 @@ def test_arrays_keep_to_it_too(S: NamedSharding) -> None:
     assert loader.spec().ahead == 2
     iterator = iter(loader)
     for _ in range(4):
-        wait_until(lambda: waits_for_room(iterator))
+        wait_until(lambda: waits_for_room(iterator) and iterator.stats().ready.ready == 2)  # on its way a batch may count twice
         stats = iterator.stats()
         assert stats.host.held + stats.ready.held == 2
         next(iterator)
@@ -211,8 +216,15 @@ def test_arrays_keep_to_it_too(S: NamedSharding) -> None:
 
 def test_ctrl_c_does_not_lose_a_place(S: NamedSharding) -> None:
     """With the least that is allowed: one place that is lost would hold the run up for ever."""
+
+    def rows() -> Iterator[int]:
+        for i in itertools.count():
+            if i >= 400 and interrupts.count > 5:  # who sends them may have had no turn for long
+                return
+            yield from range(8 * i, 8 * i + 8)
+
     with Interrupts(0.0005) as interrupts:
-        iterator = iter(ps.Loader(iter(range(400 * 8)), S, batch_size=8, read_ahead=1))
+        iterator = iter(ps.Loader(rows(), S, batch_size=8, read_ahead=1))
         got: list[Any] = []
         done = False
         while not done:
@@ -224,7 +236,8 @@ def test_ctrl_c_does_not_lose_a_place(S: NamedSharding) -> None:
                 done = True
             except KeyboardInterrupt:
                 pass
-    assert [first(value) for value in got] == list(range(0, 400 * 8, 8))
+    assert len(got) >= 400
+    assert [first(value) for value in got] == list(range(0, len(got) * 8, 8))
     assert interrupts.count > 5
 
 
@@ -347,7 +360,7 @@ def test_runs_do_not_pile_up(S: NamedSharding) -> None:
     objects_after(5)
     before = objects_after(1)
     objects_after(30)
-    stays_below(objects, before + 300)
+    stays_below(lambda: objects_after(1), before + 300)  # the next run forgets those whose threads had not ended yet
 
 
 # --- waiting costs nothing

@@ -257,6 +257,7 @@ def test_no_wake_up_is_lost_under_load() -> None:
     """Two threads that hand a turn to and fro: one lost wake-up would stop both."""
     turn, rounds = 0, 5_000
     parking = Waiters()
+    ended = [False, False]
 
     def is_mine(me: int) -> bool:
         return turn % 2 == me
@@ -267,7 +268,12 @@ def test_no_wake_up_is_lost_under_load() -> None:
             parking.wait(lambda: is_mine(me))
             turn += 1
             parking.wake()
+        ended[me] = True
 
-    assert joined(start(lambda: play(0)), start(lambda: play(1)))
+    threads = start(lambda: play(0)), start(lambda: play(1))
+    while not all(ended):
+        before = turn
+        wait_until(lambda: turn != before or all(ended))  # noqa: B023 - called in this round only
+    assert joined(*threads)
     assert turn == 2 * rounds
     assert len(parking) == 0

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from fakes import SOURCES, Iterable, OpenSource, first, generator
-from support import Thread, ended, no_threads
+from fakes import SOURCES, Dataset, Iterable, OpenSource, first, generator
+from prefetchshard.running.run import Run
+from support import Thread, at_every_step, ended, no_threads, wait_until
 
 every_source = pytest.mark.parametrize("kind", SOURCES)
 
@@ -74,6 +75,34 @@ def test_threads_that_share_an_iterator_all_hear_of_its_fault(S: NamedSharding) 
         threads = [Thread(consume) for _ in range(4)]
         assert [thread.raised() for thread in threads] == [error] * 4
         assert sorted(taken) == list(range(9))
+
+
+def test_a_run_that_failed_and_is_closed_meanwhile_does_not_move_the_loader_on(S: NamedSharding) -> None:
+    """Closing drops the failure; who asks for the next batch just then must not take that for the end of the data."""
+
+    def act(i: int) -> None:
+        if i == 2:
+            raise ZeroDivisionError
+
+    made: list[Any] = []
+
+    def prepare() -> None:
+        loader = ps.prefetch(Dataset(4, act), S, depth=4)
+        iterator = iter(loader)
+        assert [first(next(iterator)) for _ in range(2)] == [0, 1]
+        wait_until(iterator._consumer.outbox.is_over)
+        made[:] = [loader, iterator]
+
+    def stop() -> bool:
+        return made[1]._consumer.stop(0.0)
+
+    places = 0
+    for answer in at_every_step(prepare, stop, lambda: made[1].close()):
+        places += 1
+        state = made[0].state()
+        assert answer
+        assert (state.run, state.epoch, state.step, state.batches) == (0, 0, 2, 2)
+    assert places > 20
 
 
 # --- runs of a loader
@@ -151,6 +180,30 @@ def test_runs_may_begin_and_close_in_many_threads(S: NamedSharding) -> None:
         error = thread.raised()
         assert error is None or isinstance(error, StopIteration), error  # another one closed its run
     loader.close()
+    assert no_threads()
+
+
+def test_closing_waits_for_the_threads_of_a_run_that_was_dropped(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their bodies have returned already, and another run has begun since."""
+    leave, left = Run._thread_left, list[Run]()
+    go_on = threading.Event()
+
+    def leave_slowly(run: Run) -> None:
+        leave(run)
+        left.append(run)
+        if run is left[0]:
+            assert go_on.wait(30)
+
+    monkeypatch.setattr(Run, "_thread_left", leave_slowly)
+    loader = ps.prefetch(Iterable(50), S)
+    first(next(iter(loader)))  # its iterator is held by nobody
+    wait_until(lambda: left and left[0].has_ended)
+    iter(loader)
+    closing = Thread(loader.close)
+    closing.join(0.1)
+    go_on.set()
+    closing.returned()
+    left.clear()
     assert no_threads()
 
 

@@ -128,11 +128,11 @@ def test_what_runs_uncut_goes_on_after_an_interrupt() -> None:
     going, done = threading.Event(), threading.Event()
 
     def function() -> None:
+        interrupts.armed = True  # not before: Ctrl-C is to strike while it runs
         going.wait(10)
         done.set()
 
     with Interrupts(0.02) as interrupts:
-        interrupts.armed = True
         with pytest.raises(KeyboardInterrupt):
             run_uncut(function)
     going.set()
@@ -162,6 +162,7 @@ def test_giving_up_is_logged(S: NamedSharding, caplog: pytest.LogCaptureFixture,
     assert gate.inside.wait(10)
     with caplog.at_level(logging.DEBUG, "prefetchshard"):
         iterator.close()
-    assert "giving up on prefetchshard-source" in caplog.messages
+    (line,) = (message for message in caplog.messages if message.startswith("giving up on "))
+    assert "prefetchshard-source" in line  # and any thread that just had no time to end
     gate.open()
     wait_until(no_threads)

@@ -23,6 +23,8 @@ from prefetchshard.reading.comparing import difference
 PROBE_THREAD = "prefetchshard-probe"
 TURN_SECONDS = 0.005
 """Who waits longer for its turn goes on: the other thread waits for a lock that this one holds, or for a file."""
+BEGIN_SECONDS = 1.0
+"""Who waits longer for the other thread to begin goes on alone."""
 MOST_TURNS = 2000
 """Of one thread in one read; what comes after them is not taken in turns."""
 SECONDS = 0.5
@@ -200,7 +202,7 @@ class _Turns:
         with self._changed:
             self._here[me] = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._here[1 - me] and self._turn == me, 1.0)
+            self._changed.wait_for(lambda: self._here[1 - me] and self._turn == me, BEGIN_SECONDS)
 
     def hand_over(self, me: int) -> None:
         """Let the other one go on, and wait until it is my turn again."""

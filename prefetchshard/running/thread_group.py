@@ -156,6 +156,11 @@ class ThreadGroup:
         """Whether none of its threads runs, and none is about to."""
         return not (self.has_begun and any(thread.may_run for thread in list(self._threads)))
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended, and none of its threads exists any more: one whose body has returned takes a while to go."""
+        return self.has_ended and not any(threading.Thread.is_alive(thread) for thread in list(self._threads))
+
     def __repr__(self) -> str:
         names = [thread.name.removeprefix(THREAD_PREFIX) for thread in list(self._threads) if thread.may_run]
         return f"<ThreadGroup {'of' if self.has_begun else 'not begun, of'} {', '.join(names) or 'none'}>"

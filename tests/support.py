@@ -315,7 +315,7 @@ def run_python(
     A test of a hang asserts `returncode == 0`: a program still running after `timeout` seconds fails the test by
     `subprocess.TimeoutExpired`, whose text holds what the program had printed, the stacks of its threads included.
     """
-    watchdog = f"import faulthandler; faulthandler.dump_traceback_later({max(timeout - 2.0, timeout / 2)})\n"
+    watchdog = f"import faulthandler; faulthandler.dump_traceback_later({max(timeout - 10.0, timeout / 2)})\n"  # begun late, it ends late
     return run_command([sys.executable, "-c", watchdog + textwrap.dedent(code), *args], timeout, env=env)
 
 

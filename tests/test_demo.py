@@ -59,16 +59,19 @@ def test_plain_and_async_loops_learn_the_same(mesh: str) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_result(tmp_path: Path) -> None:
-    arguments = ("--epochs", "4", "--checkpoint", str(tmp_path / "new" / "folder"))
-    command = [sys.executable, "-u", "-m", "prefetchshard", "demo", *arguments]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as killed:
-        assert killed.stdout is not None
-        for line in killed.stdout:
-            if line.startswith("epoch   3"):
-                break
-        killed.kill()
-    code, output = demo(*arguments)
-    assert code == 0
+    for attempt in range(10):
+        arguments = ("--epochs", "4", "--checkpoint", str(tmp_path / f"new {attempt}" / "folder"))
+        command = [sys.executable, "-u", "-m", "prefetchshard", "demo", *arguments]
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as killed:
+            assert killed.stdout is not None
+            for line in killed.stdout:
+                if line.startswith("epoch   3"):
+                    break
+            killed.kill()
+        code, output = demo(*arguments)
+        assert code == 0
+        if not re.search(r"after step 88$", output, re.MULTILINE):  # the last one: the kill came late, which a busy machine does
+            break
     assert re.search(r"going on from .*folder, after step (50|66|75)$", output, re.MULTILINE)
     assert fingerprint(output) == fingerprint(demo("--epochs", "4")[1])
     code, again = demo(*arguments)

@@ -21,9 +21,25 @@ from support import REPOSITORY
 pytest.importorskip("optax")
 pytest.importorskip("sklearn")
 
+# A life that is to be killed waits for that where it has said enough: whoever kills it may be slow, and would find it at its end.
+SAY = """
+import json, os, sys, threading
+
+out, said, enough = os.fdopen(os.dup(1), "w", buffering=1), 0, int(sys.argv[5])
+
+def say(**fields):
+    global said
+    print(json.dumps(fields), file=out)
+    said += 1
+    if said == enough:
+        threading.Event().wait()
+"""
+
 # A loop that is quick to start again: weights and loader's state in one file that is replaced as a whole.
-SMALL = """
-import hashlib, json, os, sys
+SMALL = (
+    SAY
+    + """
+import hashlib
 from pathlib import Path
 
 import jax, jax.numpy as jnp, numpy as np
@@ -31,7 +47,6 @@ import prefetchshard as ps
 
 folder, epochs, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 file, unfinished = folder / "small.npz", folder / "small.new.npz"
-out = os.fdopen(os.dup(1), "w", buffering=1)
 rows = {"id": np.arange(200, dtype=np.int32), "x": np.linspace(0, 1, 800, dtype=np.float32).reshape(200, 4)}
 weights, state = jnp.zeros(4), None
 if file.exists():
@@ -50,19 +65,22 @@ with loader:
     batches = iter(loader)
     for batch in batches:
         seen = hashlib.sha256(np.asarray(batch["x"]).tobytes()).hexdigest()[:16]
-        print(json.dumps({"learns": np.asarray(batch["id"])[np.asarray(batch["mask"])].tolist(), "seen": seen}), file=out)
+        say(learns=np.asarray(batch["id"])[np.asarray(batch["mask"])].tolist(), seen=seen)
         weights = learn(weights, batch["x"])
         step = batches.position.step
-        print(json.dumps({"step": step}), file=out)
+        say(step=step)
         if (step + 1) % every == 0 or batches.position.ends_epoch:
             np.savez(unfinished, weights=np.asarray(weights), state=np.frombuffer(batches.state().encode(), np.uint8))
             os.replace(unfinished, file)
-print(json.dumps({"end": np.asarray(weights).tobytes().hex()}), file=out)
+say(end=np.asarray(weights).tobytes().hex())
 """
+)
 
 # The demo's own loop over its own loaders, every step's rows written down before it is learnt from.
-DEMO = """
-import hashlib, json, os, sys
+DEMO = (
+    SAY
+    + """
+import hashlib
 from pathlib import Path
 
 import jax, numpy as np
@@ -72,40 +90,39 @@ from prefetchshard.app import demo
 
 folder, epochs, every, use_async = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "async"
 digits, learn, end, save = demo.digits, demo.Job.learn, demo.Display.end, demo.Job.save
-out = os.fdopen(os.dup(1), "w", buffering=1)
-count = 0
 
 def with_ids(seed):
     rows, held_out = digits(seed)
     return {**rows, "id": np.arange(len(rows["label"]), dtype=np.int32)}, held_out
 
 def and_write(job, batch):
-    global count
     ids = np.asarray(batch["id"]).tolist()
     seen = hashlib.sha256(np.asarray(batch["image"]).tobytes() + np.asarray(batch["label"]).tobytes()).hexdigest()[:16]
-    print(json.dumps({"learns": ids, "seen": seen}), file=out)
+    say(learns=ids, seen=seen)
     return learn(job, {name: leaf for name, leaf in batch.items() if name != "id"})
 
 def say_when_saving(job, batches):
-    print(json.dumps({"step": batches.position.step}), file=out)
+    say(step=batches.position.step)
     save(job, batches)
 
 def fingerprint(display, job, stats, seconds):
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(job.state):
         digest.update(np.asarray(leaf).tobytes())
-    print(json.dumps({"end": digest.hexdigest(), "accuracy": job.accuracy}), file=out)
+    say(end=digest.hexdigest(), accuracy=job.accuracy)
 
 demo.digits, demo.Job.learn, demo.Job.save, demo.Display.end = with_ids, and_write, say_when_saving, fingerprint
 quiet = Console(file=open(os.devnull, "w"))
 demo.run(demo.Options(epochs=epochs, checkpoint=folder, checkpoint_every=every, use_async=use_async), quiet)
 """
+)
 
 
 def lives(
     program: str, folder: Path, *, epochs: int, every: int, kills: int, seed: int, lines: int = 12, way: str = "sync"
 ) -> tuple[list[dict[str, Any]], str, int]:
-    """Runs a program until it ends, killing it so many times, at some moment after one of its first `lines` lines, two a step.
+    """Runs a program until it ends, killing it so many times, at some moment after one of its first `lines` lines, two a step, and
+    before it has gone on for half as many more.
 
     A step is effective where its result lives on: of each life those that were saved, of the last one all.
 
@@ -115,14 +132,15 @@ def lives(
     faulthandler.cancel_dump_traceback_later()  # it may take long, and is watched by itself
     rng = random.Random(seed)
     effective: list[dict[str, Any]] = []
-    command = [sys.executable, "-c", program, str(folder), str(epochs), str(every), way]
     killed = 0
     while True:
         del effective[saved_steps(folder) :]
+        left = rng.randrange(lines) if killed < kills else -1
+        enough = left + 1 + lines // 2 if killed < kills else 0
+        command = [sys.executable, "-c", program, str(folder), str(epochs), str(every), way, str(enough)]
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
-        left = rng.randrange(lines) if killed < kills else -1
         said: list[dict[str, Any]] = []
         assert process.stdout is not None
         for line in process.stdout:

@@ -370,7 +370,7 @@ def test_a_source_that_is_wrong_is_told_so(make: Callable[[], Any], words: str) 
 
 
 def test_a_dataset_that_is_not_safe_for_threads_is_told_so() -> None:
-    """Each thread stops in the middle of its first row until another one has begun with its own."""
+    """Each thread stops in the middle of its first row until another one has begun with its own, and then until that one is as far."""
 
     class Meeting(Rows):
         def __init__(self) -> None:
@@ -381,11 +381,13 @@ def test_a_dataset_that_is_not_safe_for_threads_is_told_so() -> None:
         def __getitem__(self, row: int) -> dict[str, Any]:
             if not 0 <= row < ROWS:
                 raise IndexError(row)
-            self.place = row
+            self.place = place = row
             if threading.current_thread() is not threading.main_thread() and not hasattr(self.met, "once"):
                 self.met.once = True
-                self.threads.wait(10)
-            return example(self.place)
+                self.threads.wait(30)
+                place = self.place
+                self.threads.wait(30)  # neither goes on to its next row, which may be the other's first, before both have looked
+            return example(place)
 
     with pytest.raises(AssertionError, match="asked by 2 threads at once: row .* read it with workers=1"):
         check_source(Meeting, threads=2)

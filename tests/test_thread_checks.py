@@ -17,7 +17,7 @@ import pytest
 import prefetchshard as ps
 from prefetchshard.reading import first_reads, interleaving
 from prefetchshard.testing import check_source
-from support import HANG_SECONDS
+from support import HANG_SECONDS, run_python
 
 ROWS, WIDTH = 512, 4
 TABLE = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
@@ -517,3 +517,27 @@ def test_check_source_finds_them_always(path: Path) -> None:
     for make in UNSAFE.values():
         with pytest.raises(AssertionError, match="asked by . threads"):
             check_source(lambda make=make: make(path), most=50)
+
+
+def test_a_collection_where_the_turns_end_does_no_harm() -> None:
+    """CPython calls the profile function without holding it; a collection right before may run Python code, in which it unset itself."""
+    program = """
+        import gc
+        from prefetchshard.reading.interleaving import Interleaving
+
+        def look(phase, info):
+            return [phase]
+
+        def read(row, depth=None):
+            depth = 40 + 40 * (row % 2) if depth is None else depth  # one thread ends before the other
+            kept = [[depth] for _ in ()] if depth % 3 else [depth]  # a collection now here, now there
+            return row if depth == 0 else read(row, depth - 1)
+
+        gc.callbacks.append(look)
+        gc.set_threshold(1, 10, 10)
+        for _ in range(20):
+            assert Interleaving(read).find(range(64)) is None
+        print("done")
+    """
+    result = run_python(program, env={"PYTHONMALLOC": "debug"})
+    assert (result.stdout, result.returncode) == ("done\n", 0), result.stderr

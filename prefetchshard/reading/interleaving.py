@@ -234,6 +234,7 @@ class _InTurns:
         self._turns = turns
         self._me = me
         self._old: Any = None
+        self._at_call: Any = None  # CPython's call of it holds no reference: a collection right before that may run it, and unset it
 
     def __enter__(self) -> None:
         turns, me = self._turns, self._me
@@ -246,6 +247,7 @@ class _InTurns:
             elif arg is not sys.setprofile:  # since CPython 3.12 one of the threads sees its return, and would be a step behind
                 turns.hand_over(me)
 
+        self._at_call = at_call
         sys.setprofile(at_call)
 
     def __exit__(self, *exc: object) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, joined, values
 from prefetchshard.placing.device_transform import DeviceTransform
-from support import wait_until
+from support import HANG_SECONDS, wait_until
 
 P = PartitionSpec
 sync = consumer("sync")
@@ -351,20 +351,20 @@ def test_one_thread_may_look_at_what_another_one_takes(S: NamedSharding) -> None
 
     def traced(batch: Any) -> Any:
         started.set()
-        go_on.wait(10)
+        go_on.wait(HANG_SECONDS)
         return batch + 1
 
     loader = ps.prefetch([np.full(8, i, np.int32) for i in range(3)], S, device_transform=traced)
     specs: list[Any] = []
     looker = threading.Thread(target=lambda: specs.append(loader.spec()))
     looker.start()
-    assert started.wait(10)
+    assert started.wait(HANG_SECONDS)
     got: list[int] = []
     taker = threading.Thread(target=lambda: got.extend(int(np.asarray(batch)[0]) for batch in loader))
     taker.start()
     go_on.set()
-    looker.join(10)
-    taker.join(10)
+    looker.join(HANG_SECONDS)
+    taker.join(HANG_SECONDS)
     assert got == [1, 2, 3]
     assert len(specs) == 1
 

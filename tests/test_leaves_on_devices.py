@@ -22,7 +22,7 @@ from consumers import Consume
 from consumers import batches as taken
 from prefetchshard.placing import placer as stages
 from prefetchshard.placing import transfer
-from support import pairwise
+from support import HANG_SECONDS, pairwise
 
 ROWS = 16
 DTYPES = [np.float32, np.int8, np.bool_, ml_dtypes.bfloat16]
@@ -128,7 +128,7 @@ def test_what_is_there_already_or_lies_on_one_device_is_put_ahead(S: NamedShardi
     for place in (S, one):
         iterator = iter(ps.prefetch(batches(place, np.float32, [ROWS] * 3), S))
         first = iterator._consumer.outbox
-        assert first.wait_ready(10)
+        assert first.wait_ready(HANG_SECONDS)
         placed = first.peek_nowait()
         assert isinstance(placed.batch, dict)  # made before anybody took it
         iterator.close()

@@ -15,7 +15,7 @@ import pytest
 
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.testing import ManualClock
-from support import Interrupts, wait_until
+from support import HANG_SECONDS, Interrupts, wait_until
 
 
 class Flag:
@@ -41,7 +41,7 @@ def start(function: Callable[[], Any]) -> threading.Thread:
 
 def joined(*threads: threading.Thread) -> bool:
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG_SECONDS)
     return not any(thread.is_alive() for thread in threads)
 
 
@@ -209,7 +209,7 @@ def test_a_signal_handler_may_wake_the_thread_that_it_interrupts() -> None:
     old = signal.signal(signal.SIGUSR1, lambda *_: flag.set())
     try:
         threading.Timer(0.02, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
-        assert flag.wait(10)
+        assert flag.wait(HANG_SECONDS)
     finally:
         signal.signal(signal.SIGUSR1, old)
 
@@ -239,7 +239,7 @@ def test_a_signal_that_does_not_end_the_blocking_is_answered_all_the_same(monkey
         wait_until(lambda: len(flag.parking))
         time.sleep(0.05)  # until it blocks; without that the test proves less, but holds
         signal.raise_signal(signal.SIGUSR1)
-        in_time.append(answered.wait(10))
+        in_time.append(answered.wait(HANG_SECONDS))
         flag.set()
 
     thread = threading.Thread(target=strike)

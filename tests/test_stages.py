@@ -13,7 +13,7 @@ from prefetchshard.base.position import EpochEnd, Position, StartPoint
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.transfer_loops import TransferLimits, transfer_bodies
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
-from support import wait_until
+from support import HANG_SECONDS, wait_until
 
 
 class Host:
@@ -85,7 +85,7 @@ class Stage:
         """All that come until it is over."""
         got: list[int] = []
         while not self.outbox.is_over():
-            self.outbox.wait_ready(10)
+            self.outbox.wait_ready(HANG_SECONDS)
             item = self.outbox.take_nowait()
             if item is not EMPTY:
                 got.append(item.batch)
@@ -93,7 +93,7 @@ class Stage:
 
     def has_ended(self) -> bool:
         for thread in self.threads:
-            thread.join(10)
+            thread.join(HANG_SECONDS)
         return not any(thread.is_alive() for thread in self.threads)
 
 
@@ -139,7 +139,7 @@ def test_the_next_transfer_is_under_way_while_one_is_waited_for(apart: bool) -> 
 def test_a_lone_batch_is_not_kept_for_company(apart: bool) -> None:
     stage = Stage(apart=apart, in_flight=4).start()
     stage.send(0)
-    assert stage.outbox.wait_ready(10)
+    assert stage.outbox.wait_ready(HANG_SECONDS)
     stage.inbox.end()
     assert stage.take() == [0]
 
@@ -265,7 +265,7 @@ def test_it_stops_after_the_transfer_that_it_waits_for(apart: bool) -> None:
     stage.placer.before_land = wait
     stage.send(*range(4))
     stage.start()
-    landing.wait(10)
+    landing.wait(HANG_SECONDS)
     cancel(stage)
     go.set()
     assert stage.has_ended()
@@ -285,7 +285,7 @@ def test_small_batches_are_read_in_bursts_and_none_is_forgotten(slots: int, dept
     got: list[int] = []
     for _ in range(count // 2):
         wait_until(lambda: is_full(stage) or stage.inbox.is_over())  # the consumer is at its step
-        stage.outbox.wait_ready(10)
+        stage.outbox.wait_ready(HANG_SECONDS)
         item = stage.outbox.take_nowait()
         assert item is not EMPTY
         got.append(item.batch)

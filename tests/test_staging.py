@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 import prefetchshard as ps
 from prefetchshard.staging.aliased import SIZES_KEPT, AliasedStaging
 from prefetchshard.staging.layout import ALIGNMENT, SMALL_BYTES, FreshStaging, Layout, Staging
+from support import HANG_SECONDS
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU backend alone aliases NumPy memory")
 
@@ -215,7 +216,7 @@ def test_callbacks_wait_for_nothing() -> None:
     with staging._lock:
         thread = threading.Thread(target=drop)
         thread.start()
-        assert done.wait(10)
+        assert done.wait(HANG_SECONDS)
     thread.join()
     assert staging.stats().free_bytes == 3 * SMALL_BYTES
 

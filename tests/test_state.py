@@ -799,7 +799,7 @@ for step in itertools.count(1):
 
 def test_a_killed_process_leaves_a_whole_state(tmp_path: Path) -> None:
     path, rng = tmp_path / "state", random.Random(6)
-    root = Path(state_module.__file__).parents[1]
+    root = Path(state_module.__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}
     for _ in range(4):
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(path)]

@@ -17,7 +17,7 @@ from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.threads import run_uncut
 from prefetchshard.running.closing import join
 from prefetchshard.running.thread_group import ThreadGroup
-from support import Interrupts, no_threads, wait_until
+from support import HANG_SECONDS, Interrupts, no_threads, wait_until
 
 
 class Scene:
@@ -37,7 +37,7 @@ class Scene:
         def body() -> None:
             self.ran.append(name)
             if waits:
-                self.gate.wait(10)
+                self.gate.wait(HANG_SECONDS)
 
         self.group.add(name, body)
 
@@ -129,14 +129,14 @@ def test_what_runs_uncut_goes_on_after_an_interrupt() -> None:
 
     def function() -> None:
         interrupts.armed = True  # not before: Ctrl-C is to strike while it runs
-        going.wait(10)
+        going.wait(HANG_SECONDS)
         done.set()
 
     with Interrupts(0.02) as interrupts:
         with pytest.raises(KeyboardInterrupt):
             run_uncut(function)
     going.set()
-    assert done.wait(10)
+    assert done.wait(HANG_SECONDS)
 
 
 def test_what_it_raises_is_raised() -> None:
@@ -159,7 +159,7 @@ def test_giving_up_is_logged(S: NamedSharding, caplog: pytest.LogCaptureFixture,
     monkeypatch.setattr("prefetchshard.running.closing.GIVE_UP_SECONDS", 0.3)
     gate = Gate(1)
     iterator = iter(ps.prefetch(generator(9, gate), S))
-    assert gate.inside.wait(10)
+    assert gate.inside.wait(HANG_SECONDS)
     with caplog.at_level(logging.DEBUG, "prefetchshard"):
         iterator.close()
     (line,) = (message for message in caplog.messages if message.startswith("giving up on "))

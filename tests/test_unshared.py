@@ -20,7 +20,7 @@ import prefetchshard as ps
 from prefetchshard.leaves.copying import are_unshared
 from prefetchshard.reading.reading_plan import Part
 from prefetchshard.reading.writing import Writer
-from support import wait_until
+from support import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("slow_sources")
 BATCHES = 6
@@ -165,7 +165,7 @@ class Watched:
         def late(*args: Any) -> None:
             if threading.current_thread().name.startswith("prefetchshard-reader"):
                 self.handed += 1
-                assert self.until.wait(10)
+                assert self.until.wait(HANG_SECONDS)
             copy(*args)
 
         monkeypatch.setattr(Writer, "copy_share", late)

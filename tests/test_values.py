@@ -278,7 +278,7 @@ def test_pulling_goes_on_meanwhile_where_nothing_is_reused(S: NamedSharding) -> 
         yield np.ones(8, np.float32)
 
     def transform(batch: np.ndarray) -> np.ndarray:
-        assert second.wait(10)
+        assert second.wait(HANG_SECONDS)
         return batch
 
     assert len(list(ps.prefetch(source(), S, reuses_buffers=False, transform=transform))) == 2

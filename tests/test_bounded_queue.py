@@ -629,6 +629,20 @@ def test_the_last_item_is_not_lost_to_the_end() -> None:
     assert not any(looks)
 
 
+@pytest.mark.parametrize("look", [BoundedQueue.is_settled, BoundedQueue.is_over])
+def test_an_item_in_the_making_is_not_lost_to_the_end(look: Callable[[Any], object]) -> None:
+    """A receiver that looks while the last place is reserved and the end is said waits for the item that is made there."""
+    scene = Scene()
+
+    def reserve_the_last() -> None:
+        reserve(scene.queue)
+        scene.queue.end()
+
+    looks = list(at_every_step(scene.prepare, lambda: look(scene.queue), reserve_the_last))
+    assert len(looks) > 10
+    assert not any(looks)
+
+
 def test_it_is_not_over_because_another_receiver_took_the_item() -> None:
     scene = Scene("a")
     looks = list(at_every_step(scene.prepare, lambda: scene.queue.is_over(), lambda: scene.queue.take_nowait()))

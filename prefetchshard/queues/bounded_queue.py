@@ -253,8 +253,9 @@ class BoundedQueue(Generic[T]):
 
     def is_settled(self) -> bool:
         """Whether there is nothing to wait for: an item can be taken, or none will come."""
+        ended = self._ended  # before the look at the line: the last place is reserved before the end is said
         head = _first(self.line)
-        return self.cancelled or (self._ended if head is None else head.settled)
+        return self.cancelled or (ended if head is None else head.settled)
 
     def is_over(self) -> bool:
         """Whether nothing will come any more, whoever takes: it ended, failed or was cancelled."""

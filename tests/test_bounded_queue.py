@@ -650,6 +650,20 @@ def test_it_is_not_over_because_another_receiver_took_the_item() -> None:
     assert not any(looks)
 
 
+@pytest.mark.parametrize(("capacity", "has_room"), [(1, False), (2, True)])
+def test_an_item_that_keeps_its_place_counts_once_while_it_is_taken(capacity: int, has_room: bool) -> None:
+    """A sender that found no room by counting it twice would not be woken: taking the item gives none."""
+    queue = new()
+
+    def prepare() -> None:
+        nonlocal queue
+        queue = new(capacity, "a", held=True)
+
+    looks = list(at_every_step(prepare, lambda: queue.has_room, lambda: queue.take_nowait()))
+    assert len(looks) > 10
+    assert set(looks) == {has_room}
+
+
 @pytest.mark.parametrize("look", [BoundedQueue.has_ready, BoundedQueue.peek_nowait, BoundedQueue.stats, repr])
 @pytest.mark.parametrize("act", [BoundedQueue.take_nowait, BoundedQueue.cancel, BoundedQueue.clear, BoundedQueue.end])
 def test_looks_bear_what_others_do_meanwhile(look: Callable[[Any], object], act: Callable[[Any], object]) -> None:

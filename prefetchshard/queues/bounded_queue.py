@@ -239,12 +239,17 @@ class BoundedQueue(Generic[T]):
     @property
     def held(self) -> int:
         """Items reserved and not yet released."""
-        return len(self.line) + self._unreleased
+        while True:
+            taken = self._taken
+            held = len(self.line) + self._unreleased
+            # An item that was taken in between counts twice; a sender that saw no room for it would not be woken, as taking gives none
+            if taken == self._taken:
+                return held
 
     @property
     def has_room(self) -> bool:
         """Whether a place may be reserved."""
-        return len(self.line) + self._unreleased < self.capacity
+        return self.held < self.capacity
 
     def has_ready(self) -> bool:
         """Whether an item can be taken at once."""

@@ -662,6 +662,8 @@ def test_an_item_that_keeps_its_place_counts_once_while_it_is_taken(capacity: in
     looks = list(at_every_step(prepare, lambda: queue.has_room, lambda: queue.take_nowait()))
     assert len(looks) > 10
     assert set(looks) == {has_room}
+    told = list(at_every_step(prepare, lambda: queue.stats(), lambda: queue.take_nowait()))
+    assert {(stats.held, stats.taken) for stats in told} == {(1, 0), (1, 1)}
 
 
 @pytest.mark.parametrize("look", [BoundedQueue.has_ready, BoundedQueue.peek_nowait, BoundedQueue.stats, repr])

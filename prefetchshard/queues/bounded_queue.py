@@ -276,12 +276,15 @@ class BoundedQueue(Generic[T]):
 
     def stats(self) -> QueueStats:
         """One look at the queue."""
-        line = list(self.line)
+        while True:
+            taken, line, unreleased = self._taken, list(self.line), self._unreleased
+            if taken == self._taken:  # as in `held`
+                break
         return QueueStats(
             self.capacity,
-            len(line) + self._unreleased,
+            len(line) + unreleased,
             sum(ticket.item is not EMPTY for ticket in line),
-            self._taken,
+            taken,
             self.senders.waiting,
             self.receivers.waiting,
             self.senders.waited_seconds,

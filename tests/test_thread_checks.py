@@ -17,7 +17,7 @@ import pytest
 import prefetchshard as ps
 from prefetchshard.reading import first_reads, interleaving
 from prefetchshard.testing import check_source
-from support import HANG_SECONDS, run_python
+from support import HANG_SECONDS, run_python, wait_until
 
 ROWS, WIDTH = 512, 4
 TABLE = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
@@ -282,6 +282,40 @@ def test_slow_ones_are_found_too(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(ps.SourceError, match="Slow must not be read by several threads"):
         next(iter(ps.Loader(Slow(path), ps.HOST, batch_size=16, workers=4)))
+
+
+class GateOfTheLate:
+    """Lets who came first through, again and again, and the other one once the dataset was found out."""
+
+    def __init__(self, reads: Any) -> None:
+        self.reads, self.lock, self.both, self.came = reads, threading.Lock(), threading.Barrier(2), list[int]()
+
+    def acquire(self, timeout: float) -> bool:
+        ident = threading.get_ident()
+        if ident not in self.came:
+            self.came.append(ident)
+            self.both.wait(HANG_SECONDS)
+        if ident != self.came[0]:
+            wait_until(lambda: self.reads._source.unsafe)
+        return self.lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("kind", [Seeks, Many])
+def test_who_comes_late_to_the_first_batch_does_not_read_it(kind: type[Base], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker reads its part of the first batch and of the second, and there it is found out: the first one is not given either."""
+    begin = first_reads.FirstReads.__init__
+
+    def begin_at_the_gate(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        self._gate = GateOfTheLate(self)
+
+    monkeypatch.setattr(first_reads.FirstReads, "__init__", begin_at_the_gate)
+    with pytest.raises(ps.SourceError, match=f"{kind.__name__} must not be read by several threads"):
+        next(iter(ps.Loader(kind(path), ps.HOST, batch_size=16, workers=2)))
 
 
 class Locked(Seeks):

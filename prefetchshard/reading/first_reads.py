@@ -134,7 +134,7 @@ class FirstReads(Dataset):
                 f"thread, row {found.row} is wrong: {found.what}. Give each worker a dataset of its own, ps.per_worker(make_dataset), or read "
                 f"it with workers=1"
             )
-            self._end()  # one error is enough
+            # Not the end of it: parts of earlier batches may not have been read yet, and must not be
             raise SourceError(source.unsafe) from found.error
 
 

@@ -389,6 +389,25 @@ took.wait()
     assert outcome(run(program)) == (0, "[True]\n", "")
 
 
+def test_a_thread_may_take_its_first_batch_while_the_end_looks_who_took_one() -> None:
+    """CPython 3.11 collects wherever something is made, and JAX has it run Python code then, so other threads go on there."""
+    program = """
+from prefetchshard.base.clock import MONOTONIC
+from prefetchshard.running.before_3_14 import consumers, wait_for_consumers
+class Takes:
+    last_next_at = MONOTONIC()
+def take(phase, info):
+    consumers[-len(consumers)] = (Takes, None)
+for _ in range(3000):
+    take("", {})
+gc.callbacks.append(take)
+gc.set_threshold(1, 10, 10)
+wait_for_consumers(())
+gc.callbacks.remove(take)
+"""
+    assert outcome(run(program)) == (0, "", "")
+
+
 # --- Ctrl-C
 
 

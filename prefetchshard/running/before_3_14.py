@@ -94,7 +94,8 @@ def wait_for_consumers(held: Collection[int]) -> None:
     while its frame changes or it uses CPU time. A thread that does neither waits for something else, and exit does not wait for it.
     """
     began = time.monotonic()
-    recent = {ident for ident, (times, _) in list(consumers.items()) if MONOTONIC() - times.last_next_at < CONSUMER_SECONDS}
+    # No `items()`: that makes pairs, so CPython 3.11 may collect in between, and the Python code that then runs let another thread be added
+    recent = {ident for ident in list(consumers) if MONOTONIC() - consumers[ident][0].last_next_at < CONSUMER_SECONDS}
     seen: dict[int, tuple[int, int, float]] = {}
     moved_at: dict[int, float] = {}
     while (now := time.monotonic()) - began < CONSUMER_SECONDS:

@@ -894,9 +894,12 @@ def test_a_close_that_blocks(blocked: bool, S: NamedSharding, monkeypatch: pytes
             inside.set()
             may_end.wait()
 
-    iterator = iter(ps.prefetch(Source(ENDLESS, gate if blocked else nothing), S))
+    source = Source(ENDLESS, gate if blocked else nothing)
+    iterator = iter(ps.prefetch(source, S))
     if blocked:
         gate.inside.wait(HANG_SECONDS)
+    else:
+        wait_until(lambda: source.asked > 0)  # else nothing was opened, and nothing is closed
     name = "prefetchshard-closer" if blocked else "prefetchshard-source"
     with pytest.warns(ps.StuckThreadWarning, match=f"thread {name} .*") as caught:
         closed_in_time(iterator.close)
@@ -1163,9 +1166,12 @@ def test_a_close_that_fails_is_told(blocked: bool, error: BaseException, S: Name
             gate.open()
             raise error
 
-    iterator = iter(ps.prefetch(Source(ENDLESS, gate if blocked else nothing), S))
+    source = Source(ENDLESS, gate if blocked else nothing)
+    iterator = iter(ps.prefetch(source, S))
     if blocked:
         gate.inside.wait(HANG_SECONDS)
+    else:
+        wait_until(lambda: source.asked > 0)  # else nothing was opened, and nothing is closed
     with pytest.warns(ps.PrefetchWarning, match=f"closing the source raised {type(error).__name__}") as caught:
         closed_in_time(iterator.close)
     assert len(caught) == 1

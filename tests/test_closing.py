@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import queue
 import signal
 import threading
 import time
@@ -1026,6 +1027,29 @@ def test_a_destructor_that_lasts_in_the_thread_that_closes_from_outside(S: Named
             break
         assert gate.inside.wait(HANG_SECONDS)
     assert destroyed_in == ["prefetchshard-closer"]
+    assert no_threads()
+
+
+def test_who_closes_is_never_the_last_to_hold_the_source(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is slow to tell the threads: the source's own are gone before, and have run the source's destructor."""
+    destroyed_in: list[str] = []
+    its_own = ("prefetchshard-source", "prefetchshard-reader")
+
+    class Items(OpenSource):
+        def __del__(self) -> None:
+            destroyed_in.append(threading.current_thread().name)
+
+    class Jobs(queue.SimpleQueue[Any]):
+        def put(self, item: Any, *args: Any) -> None:
+            if threading.current_thread() is threading.main_thread():
+                wait_until(lambda: not any(thread.name.startswith(its_own) for thread in loader_threads()))
+            super().put(item, *args)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Jobs)
+    iterator = iter(ps.prefetch(lambda: Items(ENDLESS), S))
+    next(iterator)
+    iterator.close()
+    assert [name.startswith(its_own) for name in destroyed_in] == [True]
     assert no_threads()
 
 

@@ -54,6 +54,7 @@ class ItemDealer:
         self._has_functions = plan.functions.transform is not None or plan.functions.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
         self._jobs: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self.interrupt = _Interrupt(self._jobs, plan.workers)
         self._copying = BatchCopying(plan, writer, self._worker, self._jobs)
 
     @property
@@ -64,12 +65,6 @@ class ItemDealer:
     def _work(self) -> None:
         self._worker.work(self._jobs.get)
 
-    def interrupt(self) -> None:
-        items = self._items
-        if items is not None:
-            items.interrupt()
-        self._dismiss_workers()
-
     def close_from_outside(self) -> None:
         items = self._items
         if items is not None and self._source.is_inside and items.closable_from_outside:
@@ -77,10 +72,6 @@ class ItemDealer:
                 self._close(items)
             except BaseException as error:  # noqa: BLE001 - whoever closes the run says it
                 self.close_failures.append(error)
-
-    def _dismiss_workers(self) -> None:
-        for _ in range(self._plan.workers):
-            self._jobs.put(None)
 
     # -- the source's thread
 
@@ -103,7 +94,7 @@ class ItemDealer:
             elif failure is None:
                 failure = ReadFailure(error, "closing the source", epoch, of_batch=False)
         out.end(failure)
-        self._dismiss_workers()
+        self.interrupt.dismiss_workers()
         del failure  # its traceback holds this frame
         self._close_source(self._loops.close)
 
@@ -115,9 +106,12 @@ class ItemDealer:
         self._tell_epoch(epoch)
         self._loops.begin(None)
         self._items = items = self._source.open(epoch, self._loops)
+        self.interrupt.items = interrupt = items.interrupt
         if out.cancelled:  # it came between: nobody else will tell the new items
-            items.interrupt()
+            if interrupt is not None:
+                interrupt()
             return False
+        del interrupt
         if not self._source.skip(epoch, items, lambda: out.cancelled):
             return False
         if not (self._read_examples(epoch) if self._plan.batch_size is not None else self._read_batches(epoch)):
@@ -129,7 +123,7 @@ class ItemDealer:
         with self._closing:
             if self._items is not items:
                 return
-            self._items = None
+            self._items = self.interrupt.items = None
         self._close_source(items.close)
 
     def _close_source(self, close: Callable[[], None]) -> None:
@@ -312,6 +306,29 @@ class ItemDealer:
             number += 1
             self._before = batch.host.end
         return False
+
+
+class _Interrupt:
+    """Tells that nothing more is wanted. It does not hold the dealer, which holds the source.
+
+    Attributes:
+        items: tells the items that are pulled now, where they have to be told.
+    """
+
+    def __init__(self, jobs: queue.SimpleQueue[Part | None], workers: int) -> None:
+        self.items: Callable[[], None] | None = None
+        self._jobs = jobs
+        self._workers = workers
+
+    def __call__(self) -> None:
+        items = self.items
+        if items is not None:
+            items()
+        self.dismiss_workers()
+
+    def dismiss_workers(self) -> None:
+        for _ in range(self._workers):
+            self._jobs.put(None)
 
 
 def _nothing() -> None:

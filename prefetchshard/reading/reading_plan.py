@@ -137,8 +137,13 @@ class Reader(Protocol):
         """The idents of the threads that are inside the source's own close."""
         ...
 
-    def interrupt(self) -> None:
-        """Nothing more is wanted. Never blocks, takes no lock."""
+    @property
+    def interrupt(self) -> Callable[[], None]:
+        """Call it where nothing more is wanted. Never blocks, takes no lock.
+
+        It does not hold the source, or who calls it could be the last to do so, and would run the source's destructor. What has to be told
+        by itself is held, as an async iteration is.
+        """
         ...
 
     def close_from_outside(self) -> None:

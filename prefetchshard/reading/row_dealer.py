@@ -69,6 +69,7 @@ class RowDealer:
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
         self._part_rows, self._least_rows = self._choose_part_rows()
         self._in_use = _InUse()
+        self.interrupt = self._in_use.wake
         self.closing_in: set[int] = set()
         self.close_failures: list[BaseException] = []
         self._dataset = source if isinstance(source, Dataset) else None
@@ -97,9 +98,6 @@ class RowDealer:
             self.close_failures.append(error)
         finally:
             self.closing_in.discard(ident)
-
-    def interrupt(self) -> None:
-        self._in_use.wake()
 
     def close_from_outside(self) -> None:
         pass

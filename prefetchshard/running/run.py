@@ -68,6 +68,7 @@ class Run:
         self.began_at = recorder.clock()
         self.closed = False
         self._reader: Reader | None = reader
+        self._interrupt = reader.interrupt
         self._inbox = inbox
         self._staging = staging
         self._workers = workers
@@ -165,9 +166,8 @@ class Run:
         """Tell every thread to end. Never blocks, takes no lock."""
         self.outbox.cancel()
         self._inbox.cancel()
-        reader = self._reader
-        if reader is not None and self._pid == os.getpid():
-            reader.interrupt()
+        if self._reader is not None and self._pid == os.getpid():
+            self._interrupt()
 
     def abandon(self) -> None:
         """Cancel a run that has no consumer left. Never blocks, takes no lock."""

@@ -31,8 +31,9 @@ class OpenSource(Protocol):
         """The next item, or END."""
         ...
 
-    def interrupt(self) -> None:
-        """Cancel: make a blocked `pull` return if possible. Never blocks; any thread may call it."""
+    @property
+    def interrupt(self) -> Callable[[], None] | None:
+        """Cancels: makes a blocked `pull` return. Never blocks; any thread may call it. None: nothing does that."""
         ...
 
     def close(self) -> None:
@@ -121,8 +122,9 @@ class OpenIterator:
         self.again = False
         return item
 
+    @property
     def interrupt(self) -> None:
-        pass
+        """Nothing makes `__next__` return."""
 
     @property
     def closable_from_outside(self) -> bool:

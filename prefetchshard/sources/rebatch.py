@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -125,8 +125,9 @@ class OpenRebatched:
     def closable_from_outside(self) -> bool:
         return self._pieces.closable_from_outside
 
-    def interrupt(self) -> None:
-        self._pieces.interrupt()
+    @property
+    def interrupt(self) -> Callable[[], None] | None:
+        return self._pieces.interrupt
 
     def close(self) -> None:
         self._piece = None

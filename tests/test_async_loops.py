@@ -557,23 +557,38 @@ def test_a_source_that_is_only_slow_is_left_in_peace(S: NamedSharding, caplog: p
     assert looks == 10
 
 
+def begun_in_a_loop(source: Any, S: NamedSharding) -> tuple[asyncio.AbstractEventLoop, ps.LoaderIterator]:
+    """An iterator that has given a batch, and the loop in which its source is pulled, which does not run any more."""
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda *_: None)
+
+    async def begin() -> ps.LoaderIterator:
+        iterator = aiter(ps.prefetch(source, S))
+        await anext(iterator)
+        return iterator
+
+    return loop, loop.run_until_complete(begin())
+
+
+def end_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """As `asyncio.run` does it."""
+    if not loop.is_closed():
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+
+
+async def one_and_then_nothing() -> AsyncIterator[np.ndarray]:
+    yield full(0)
+    await asyncio.sleep(3600)
+
+
 @pytest.mark.usefixtures("quick_looks", "quick_turns")
 @pytest.mark.parametrize("consumer", ["thread", "another loop"])
 @pytest.mark.parametrize("state", ["stopped", "blocked", "closed"])
 def test_the_loop_that_pulls_does_not_run(state: str, consumer: str, S: NamedSharding) -> None:
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda *_: None)
-
-    async def source() -> AsyncIterator[np.ndarray]:
-        yield full(0)
-        await asyncio.sleep(3600)
-
-    async def begin() -> ps.LoaderIterator:
-        iterator = aiter(ps.prefetch(source(), S))
-        await anext(iterator)
-        return iterator
-
-    iterator = loop.run_until_complete(begin())
+    loop, iterator = begun_in_a_loop(one_and_then_nothing(), S)
     let_go = threading.Event()
 
     async def block() -> None:
@@ -589,11 +604,7 @@ def test_the_loop_that_pulls_does_not_run(state: str, consumer: str, S: NamedSha
     if blocking is not None:
         blocking.returned()
     iterator.close()
-    if state != "closed":
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.01))
-        loop.close()
+    end_loop(loop)
     wait_until(no_threads)
 
 
@@ -601,19 +612,7 @@ def test_the_loop_that_pulls_does_not_run(state: str, consumer: str, S: NamedSha
 @pytest.mark.parametrize("state", ["stopped", "closed"])
 def test_a_loop_that_runs_at_first_is_looked_at_again(state: str, S: NamedSharding) -> None:
     """It turned when somebody looked, and was stopped or closed after that: who waits would wait for ever."""
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda *_: None)
-
-    async def source() -> AsyncIterator[np.ndarray]:
-        yield full(0)
-        await asyncio.sleep(3600)
-
-    async def begin() -> ps.LoaderIterator:
-        iterator = aiter(ps.prefetch(source(), S))
-        await anext(iterator)
-        return iterator
-
-    iterator = loop.run_until_complete(begin())
+    loop, iterator = begun_in_a_loop(one_and_then_nothing(), S)
     loops = iterator._consumer.run.loops
     assert loops is not None
     consumer = Thread(lambda: next(iterator))
@@ -622,26 +621,14 @@ def test_a_loop_that_runs_at_first_is_looked_at_again(state: str, S: NamedShardi
         loop.close()
     assert isinstance(consumer.raised(), ps.SourceError if state == "closed" else ps.PrefetchWarning)
     iterator.close()
-    if state == "stopped":
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0.01))
-        loop.close()
+    end_loop(loop)
     wait_until(no_threads)
 
 
 @pytest.mark.usefixtures("quick_looks")
 def test_a_closed_loop_is_an_error_of_the_source_however_late_its_thread_comes(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits looks again meanwhile, and has nothing to say that would take the place of the error."""
-    loop = asyncio.new_event_loop()
-    loop.set_exception_handler(lambda *_: None)
-
-    async def begin() -> ps.LoaderIterator:
-        iterator = aiter(ps.prefetch(Loops(100), S))
-        await anext(iterator)
-        return iterator
-
-    iterator = loop.run_until_complete(begin())
+    loop, iterator = begun_in_a_loop(Loops(100), S)
     loop.close()
     looks: list[object] = []
     complaint, answer = loops_module.Loops.complaint, asynchronous._Pump._taken_answer

@@ -176,17 +176,12 @@ class _Pump:
             return self._over or is_blocked()
 
         while not over():
-
-            def over_or_turned(before: int = self._turns) -> bool:
-                return over() or self._turns != before
-
-            if not home.call_soon(self._turn) or not self._answered.wait(over_or_turned, TURN_SECONDS):
+            before = self._turns
+            if not home.call_soon(self._turn) or (not self._answered.wait(over, TURN_SECONDS) and self._turns == before):
                 return
-            self._answered.wait(over, TURN_SECONDS)
 
     def _turn(self) -> None:
         self._turns += 1
-        self._answered.wake()
 
     def wake(self) -> None:
         self._answered.wake()

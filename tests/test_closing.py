@@ -17,7 +17,6 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -1328,7 +1327,6 @@ def test_a_fault_of_the_library_itself_does_not_hang(S: NamedSharding, monkeypat
         assert no_threads()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="looks at the two threads of other backends")
 def test_async_closers(S: NamedSharding) -> None:
     """`aclose` from several tasks, twice, and of an iterator that another task waits for."""
     gate = Gate(2)

@@ -11,7 +11,7 @@ import pytest
 from prefetchshard.base.errors import SourceError
 from prefetchshard.base.position import EpochEnd, Position, StartPoint
 from prefetchshard.placing.placed_batch import PlacedBatch
-from prefetchshard.placing.transfer_loops import TransferLimits, transfer_bodies
+from prefetchshard.placing.transfer_loops import TransferLimits, transfer
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
 from support import HANG_SECONDS, wait_until
 
@@ -60,21 +60,19 @@ class Placer:
 
 
 class Stage:
-    """The stage, its two queues, and its threads."""
+    """The stage, its two queues, and its thread."""
 
-    def __init__(self, *, apart: bool, in_flight: int = 2, depth: int = 2, slots: int = 9) -> None:
+    def __init__(self, *, in_flight: int = 2, depth: int = 2, slots: int = 9) -> None:
         self.placer = Placer()
         self.inbox: BoundedQueue[Any] = BoundedQueue(slots, held_until_release=True)
         self.outbox: BoundedQueue[Any] = BoundedQueue(depth)
-        self.pace = TransferLimits(in_flight, waits_apart=apart)
-        self.threads: list[threading.Thread] = []
+        self.pace = TransferLimits(in_flight)
+        self.thread: threading.Thread | None = None
 
     def start(self) -> Stage:
         placer: Any = self.placer
-        bodies = transfer_bodies(self.inbox, placer, self.outbox, self.pace)
-        self.threads = [threading.Thread(target=body, name=name, daemon=True) for name, body in bodies]
-        for thread in self.threads:
-            thread.start()
+        self.thread = threading.Thread(target=lambda: transfer(self.inbox, placer, self.outbox, self.pace), daemon=True)
+        self.thread.start()
         return self
 
     def send(self, *numbers: int) -> None:
@@ -92,18 +90,13 @@ class Stage:
         return got
 
     def has_ended(self) -> bool:
-        for thread in self.threads:
-            thread.join(HANG_SECONDS)
-        return not any(thread.is_alive() for thread in self.threads)
+        assert self.thread is not None
+        self.thread.join(HANG_SECONDS)
+        return not self.thread.is_alive()
 
 
-@pytest.fixture(params=[False, True], ids=["one thread", "two threads"])
-def apart(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
-def test_nothing_comes_of_nothing(apart: bool) -> None:
-    stage = Stage(apart=apart).start()
+def test_nothing_comes_of_nothing() -> None:
+    stage = Stage().start()
     stage.inbox.end()
     assert stage.take() == []
     assert stage.outbox.failure is None
@@ -112,8 +105,8 @@ def test_nothing_comes_of_nothing(apart: bool) -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_all_batches_come_in_order(apart: bool, in_flight: int, depth: int) -> None:
-    stage = Stage(apart=apart, in_flight=in_flight, depth=depth, slots=20)
+def test_all_batches_come_in_order(in_flight: int, depth: int) -> None:
+    stage = Stage(in_flight=in_flight, depth=depth, slots=20)
     stage.send(*range(5))
     stage.start()
     stage.send(*range(5, 20))
@@ -126,8 +119,8 @@ def test_all_batches_come_in_order(apart: bool, in_flight: int, depth: int) -> N
     assert stage.inbox.cancelled
 
 
-def test_the_next_transfer_is_under_way_while_one_is_waited_for(apart: bool) -> None:
-    stage = Stage(apart=apart)
+def test_the_next_transfer_is_under_way_while_one_is_waited_for() -> None:
+    stage = Stage()
     stage.placer.before_land = lambda number: wait_until(lambda: "dispatch 1" in stage.placer.log) if number == 0 else None
     stage.send(0, 1)
     stage.start()
@@ -136,16 +129,16 @@ def test_the_next_transfer_is_under_way_while_one_is_waited_for(apart: bool) -> 
     assert stage.placer.log.index("dispatch 1") < stage.placer.log.index("land 0")
 
 
-def test_a_lone_batch_is_not_kept_for_company(apart: bool) -> None:
-    stage = Stage(apart=apart, in_flight=4).start()
+def test_a_lone_batch_is_not_kept_for_company() -> None:
+    stage = Stage(in_flight=4).start()
     stage.send(0)
     assert stage.outbox.wait_ready(HANG_SECONDS)
     stage.inbox.end()
     assert stage.take() == [0]
 
 
-def test_the_pace_may_change(apart: bool) -> None:
-    stage = Stage(apart=apart, in_flight=4)
+def test_the_pace_may_change() -> None:
+    stage = Stage(in_flight=4)
     stage.pace.in_flight = 1
     stage.send(*range(6))
     stage.start()
@@ -154,15 +147,12 @@ def test_the_pace_may_change(apart: bool) -> None:
     assert stage.placer.most_flying == 1
 
 
-def test_a_consumer_that_is_away_bounds_what_is_placed(apart: bool) -> None:
-    stage = Stage(apart=apart, in_flight=2, depth=2)
+def test_a_consumer_that_is_away_bounds_what_is_placed() -> None:
+    stage = Stage(in_flight=2, depth=2)
     stage.send(*range(9))
     stage.start()
     wait_until(lambda: stage.outbox.stats().senders_waiting == 1)
-    if apart:
-        wait_until(lambda: len(stage.placer.log) == 3 + 2 + 3)  # two more are on their way
-    else:
-        wait_until(lambda: "land 2" in stage.placer.log)
+    wait_until(lambda: "land 2" in stage.placer.log)
     dispatched = [line for line in stage.placer.log if line.startswith("dispatch")]
     assert len(dispatched) <= 2 + 1 + 2
     assert stage.inbox.stats().held >= 9 - 3
@@ -175,8 +165,8 @@ def test_a_consumer_that_is_away_bounds_what_is_placed(apart: bool) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("where", ["dispatch", "land", "before"])
-def test_good_batches_come_before_a_fault(apart: bool, where: str, at: int) -> None:
-    stage, error = Stage(apart=apart), ValueError("boom")
+def test_good_batches_come_before_a_fault(where: str, at: int) -> None:
+    stage, error = Stage(), ValueError("boom")
     if where == "before":
         stage.send(*range(at))
         ticket = stage.inbox.reserve()
@@ -194,8 +184,8 @@ def test_good_batches_come_before_a_fault(apart: bool, where: str, at: int) -> N
         assert error.__notes__ == [f"prefetchshard: while placing batch {at} (epoch 0, rows {8 * at} to {8 * at + 7} of the epoch)"]
 
 
-def test_of_two_faults_the_earlier_batch_counts(apart: bool) -> None:
-    stage, early, late = Stage(apart=apart, in_flight=3), ValueError("early"), ValueError("late")
+def test_of_two_faults_the_earlier_batch_counts() -> None:
+    stage, early, late = Stage(in_flight=3), ValueError("early"), ValueError("late")
     stage.placer.land_fails[1] = early
     stage.placer.dispatch_fails[2] = late
     stage.send(0, 1, 2, 3)
@@ -205,8 +195,8 @@ def test_of_two_faults_the_earlier_batch_counts(apart: bool) -> None:
     assert stage.has_ended()
 
 
-def test_a_fault_waits_for_the_consumer_as_the_batches_before_it_do(apart: bool) -> None:
-    stage, error = Stage(apart=apart, depth=1), ValueError("boom")
+def test_a_fault_waits_for_the_consumer_as_the_batches_before_it_do() -> None:
+    stage, error = Stage(depth=1), ValueError("boom")
     stage.placer.dispatch_fails[3] = error
     stage.send(0, 1, 2, 3)
     stage.start()
@@ -218,8 +208,8 @@ def test_a_fault_waits_for_the_consumer_as_the_batches_before_it_do(apart: bool)
 
 @pytest.mark.parametrize("error", [StopIteration(), GeneratorExit(), StopAsyncIteration()])
 @pytest.mark.parametrize("where", ["dispatch", "land"])
-def test_what_reads_as_control_flow_comes_as_a_source_error(apart: bool, where: str, error: BaseException) -> None:
-    stage = Stage(apart=apart)
+def test_what_reads_as_control_flow_comes_as_a_source_error(where: str, error: BaseException) -> None:
+    stage = Stage()
     (stage.placer.dispatch_fails if where == "dispatch" else stage.placer.land_fails)[1] = error
     stage.send(0, 1)
     stage.start()
@@ -238,15 +228,15 @@ def cancel(stage: Stage) -> None:
     stage.inbox.cancel()
 
 
-def test_it_stops_while_it_waits_for_a_batch(apart: bool) -> None:
-    stage = Stage(apart=apart).start()
+def test_it_stops_while_it_waits_for_a_batch() -> None:
+    stage = Stage().start()
     wait_until(lambda: stage.inbox.stats().receivers_waiting == 1)
     cancel(stage)
     assert stage.has_ended()
 
 
-def test_it_stops_while_it_waits_for_room(apart: bool) -> None:
-    stage = Stage(apart=apart)
+def test_it_stops_while_it_waits_for_room() -> None:
+    stage = Stage()
     stage.send(*range(9))
     stage.start()
     wait_until(lambda: stage.outbox.stats().senders_waiting == 1)
@@ -255,8 +245,8 @@ def test_it_stops_while_it_waits_for_room(apart: bool) -> None:
     assert stage.placer.log.count("land 5") == 0
 
 
-def test_it_stops_after_the_transfer_that_it_waits_for(apart: bool) -> None:
-    stage, landing, go = Stage(apart=apart), threading.Event(), threading.Event()
+def test_it_stops_after_the_transfer_that_it_waits_for() -> None:
+    stage, landing, go = Stage(), threading.Event(), threading.Event()
 
     def wait(number: int) -> None:
         landing.set()
@@ -276,7 +266,7 @@ def test_it_stops_after_the_transfer_that_it_waits_for(apart: bool) -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3, 6])
 def test_small_batches_are_read_in_bursts_and_none_is_forgotten(slots: int, depth: int) -> None:
     """Who sends is woken late, but always: also while the consumer takes nothing, and where it takes one at a time."""
-    stage = Stage(apart=False, in_flight=2, depth=depth, slots=slots)
+    stage = Stage(in_flight=2, depth=depth, slots=slots)
     stage.inbox.in_bursts = stage.outbox.in_bursts = True
     count = 40
     sender = threading.Thread(target=lambda: (stage.send(*range(count)), stage.inbox.end()), daemon=True)

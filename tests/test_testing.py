@@ -144,11 +144,10 @@ def test_no_piece_of_a_leaf_begins_where_it_would_be_aliased(leaves: list[Any], 
     assert ring.check().out == 0
 
 
-@pytest.mark.parametrize("waits_apart", [True, False])
-def test_a_loader_over_it_gives_right_values(S: NamedSharding, waits_apart: bool) -> None:
+def test_a_loader_over_it_gives_right_values(S: NamedSharding) -> None:
     x = np.random.default_rng(0).random((640, 4096), np.float32)
     y = np.arange(640)
-    with poisoned_staging(waits_apart=waits_apart) as rings:
+    with poisoned_staging() as rings:
         loader = ps.Loader({"x": x, "y": y}, S, batch_size=64, shuffle=True, seed=1, epochs=2)
         for _ in zip(range(3), loader, strict=False):
             pass  # a run that is dropped

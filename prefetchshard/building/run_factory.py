@@ -29,6 +29,7 @@ from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.reading.writing import Writer
 from prefetchshard.resuming.handed_out import check_one_shot, fingerprint_of, next_run, rows_left, start_point_of
 from prefetchshard.resuming.replay import ReplayedSource
+from prefetchshard.running.preparation import Preparation
 from prefetchshard.running.run import Run
 from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources import Source, recognise
@@ -120,13 +121,15 @@ class RunFactory:
             queue = BoundedQueue(now.slots, held_until_release=True, clock=clock)
         else:
             queue = CountedQueue(now.slots, now.read_ahead, outbox, clock=clock)
-        transfers = TransferLimits(now.in_flight, waits_apart=self._device.platform != "cpu")
+        transfers = TransferLimits(now.in_flight)
+        preparation = Preparation(staging, self._device.platform)
 
         def fit(host_bytes: int, device_bytes: int) -> None:
             fitting = limits.fit(host_bytes, device_bytes)
             queue.capacity, outbox.capacity, transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
             queue.in_bursts = outbox.in_bursts = limits.is_small
             queue.senders.wake()  # there may be more room
+            preparation.batches_take(host_bytes, fitting.slots)
 
         recorder = Recorder(clock)
         planner = self.specs.planner(context.x64, fit, rows)
@@ -153,7 +156,7 @@ class RunFactory:
             is_endless=settings.epochs is None,
         )
         loops = self._loops(began_in)
-        writer = Writer(planner, staging, keeper(self._source, settings))
+        writer = Writer(planner, staging, keeper(self._source, settings), preparation.copies)
         return Run(
             self._reader(plan, writer, self._source if rows is None else rows.numbers, loops),
             sequencer,
@@ -165,6 +168,7 @@ class RunFactory:
             workers=self.workers,
             context=context,
             loops=loops if self._may_be_async else None,
+            preparation=preparation,
         )
 
     def _reader(self, plan: ReadingPlan, writer: Writer, source: Source, loops: Loops) -> Reader:

@@ -10,6 +10,7 @@ import numpy as np
 from prefetchshard.base.config import Narrow
 from prefetchshard.base.errors import BatchError, NarrowingError
 from prefetchshard.base.memory import AnyArray
+from prefetchshard.streaming.copies import BY_NUMPY, Copies
 
 _NARROWED = {
     np.dtype(np.int64): np.dtype(np.int32),
@@ -39,7 +40,7 @@ def refuse_narrowing(path: str, source: np.dtype[Any], target: np.dtype[Any]) ->
     )
 
 
-def store(view: AnyArray, value: AnyArray, *, path: str, policy: Narrow, row: int | None = 0) -> None:
+def store(view: AnyArray, value: AnyArray, *, path: str, policy: Narrow, row: int | None = 0, copies: Copies = BY_NUMPY) -> None:
     """Copy `value` into `view`, which has the same shape and the canonical dtype.
 
     Args:
@@ -48,11 +49,14 @@ def store(view: AnyArray, value: AnyArray, *, path: str, policy: Narrow, row: in
         path: path of the leaf, for error messages.
         policy: what to do with 64-bit values that do not fit into 32 bits; see `Loader(narrow=)`.
         row: the row of the batch at which `view` begins, for error messages; None for a leaf without rows.
+        copies: copies what needs no conversion.
 
     Raises:
         NarrowingError: under "check", if a value does not fit; the message names leaf, row and value.
     """
-    if value.dtype == view.dtype or not narrows(value.dtype, view.dtype):
+    if value.dtype == view.dtype:
+        copies.copy(view, value)
+    elif not narrows(value.dtype, view.dtype):
         np.copyto(view, value, casting="same_kind")
     elif policy == "allow":
         with np.errstate(all="ignore"):

@@ -123,10 +123,6 @@ class Sequencer:
         rows = failure.rows or (at.rows, at.rows + (self._batch_size or 0))
         return note(safe_to_raise(failure.error, failure.stage), failure.stage, _place_of_next(at, rows))
 
-    def refuse(self) -> None:
-        """Let the readers make no more."""
-        self._queue.refuse()
-
     def cancel(self) -> None:
         """Nothing more is wanted. Never blocks, takes no lock."""
         self._queue.cancel()

@@ -21,6 +21,7 @@ from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.sharding.batch_tree import BatchTree
 from prefetchshard.sources.arrays import Rows, gather
 from prefetchshard.staging.layout import Staging
+from prefetchshard.streaming.copies import Copies
 
 LEAST_SHARED_BYTES = 1 << 20
 """A smaller leaf of a batch that is copied in shares goes with the first of them."""
@@ -33,13 +34,15 @@ class Writer:
         planner: makes the plans.
         staging: the ring.
         keep: makes what stays on the host safe from what the source does next; None where nothing need be.
+        copies: copies into the memory of batches.
 
     Thread safety: any thread may call any method; `copy_share` writes the rows of its share alone.
     """
 
-    def __init__(self, planner: Planner, staging: Staging, keep: Callable[[Any], Any] | None) -> None:
+    def __init__(self, planner: Planner, staging: Staging, keep: Callable[[Any], Any] | None, copies: Copies) -> None:
         self.planner = planner
         self.staging = staging
+        self.copies = copies
         self.keep = keep or _as_it_is
         self.keep_array = own if keep is not None else _as_it_is
         self.flatten = planner.rules.flatten
@@ -56,7 +59,7 @@ class Writer:
         """Gather rows of the arrays as rows `start` to `stop` of the batch."""
         plan = batch.plan
         assert plan is not None
-        memory, narrow = batch.host.memory, self._narrow
+        memory, narrow, copies = batch.host.memory, self._narrow, self.copies
         staged = 0
         for j, leaf in enumerate(plan.leaves):
             if leaf.kind is Kind.HOST:
@@ -64,7 +67,8 @@ class Writer:
                 continue
             assert memory is not None
             view = memory.views[staged]
-            gather(arrays[j], rows, view if stop - start == len(view) else view[start:stop], path=leaf.path, policy=narrow, first_row=start)
+            some = view if stop - start == len(view) else view[start:stop]
+            gather(arrays[j], rows, some, path=leaf.path, policy=narrow, first_row=start, copies=copies)
             staged += 1
 
     # -- batches that the source or `collate` made
@@ -112,8 +116,9 @@ class Writer:
         if batch.host.fault is not None:
             return
         if count == 1 and plan.is_plain and batch.host.memory is not None:  # most batches: nothing of it can fail
+            copy = self.copies.copy if plan.layout.count_by_size else np.copyto  # which is a call less, a leaf
             for view, value in zip(batch.host.memory.views, leaves, strict=True):
-                np.copyto(view, value)
+                copy(view, value)
             return
         try:
             self._copy_share(batch, plan, leaves, first, count)
@@ -139,7 +144,7 @@ class Writer:
             view, value = view[row:stop], value[row:stop]
         elif first:
             return
-        store(view, value, path=leaf.path, policy=self._narrow, row=row)
+        store(view, value, path=leaf.path, policy=self._narrow, row=row, copies=self.copies)
 
     # -- the end of a batch
 

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 from prefetchshard.base.errors import PrefetchWarning, UsedUpError
 from prefetchshard.base.jax_context import JaxContext
@@ -16,12 +17,13 @@ from prefetchshard.base.threads import run_uncut
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.placing.placer import Placer
-from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits, transfer_bodies
+from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits, transfer
 from prefetchshard.reading.reading_plan import Reader
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.running import at_exit
 from prefetchshard.running.before_3_14 import note_consumer
 from prefetchshard.running.closing import EXIT, close_runs
+from prefetchshard.running.preparation import Preparation
 from prefetchshard.running.thread_group import THREAD_PREFIX, GroupThread, ThreadGroup
 from prefetchshard.sources.loops import Loops
 from prefetchshard.staging.layout import Staging
@@ -43,6 +45,7 @@ class Run:
         workers: number of reader threads, for the statistics.
         context: the caller's JAX settings.
         loops: in which an async source is pulled; None where there is none for sure.
+        preparation: what is prepared beside its first batches.
 
     Thread safety: every method may be called from any thread; `cancel` and `abandon` also from a finaliser.
     """
@@ -60,6 +63,7 @@ class Run:
         workers: int,
         context: JaxContext,
         loops: Loops | None,
+        preparation: Preparation,
     ) -> None:
         self.outbox = outbox
         self.recorder = recorder
@@ -70,6 +74,7 @@ class Run:
         self._reader: Reader | None = reader
         self._interrupt = reader.interrupt
         self._inbox = inbox
+        self._preparation = preparation
         self._staging = staging
         self._workers = workers
         self._pid = os.getpid()
@@ -87,10 +92,10 @@ class Run:
             on_fault=outbox.end,
             on_leave=lambda: None if (run := this()) is None else run._thread_left(),
         )
+        preparation.start = lambda name, body: None if (run := this()) is None else run._start_beside(name, body)
         for name, body in reader.bodies:
             self.threads.add(name, body)
-        for name, body in transfer_bodies(inbox, placer, outbox, transfer_limits):
-            self.threads.add(name, body, runs_source=False)
+        self.threads.add("transfer", lambda: transfer(inbox, placer, outbox, transfer_limits), runs_source=False)
 
     def start(self) -> None:
         """Start the threads, unless that was done. If Ctrl-C interrupts the call, they start all the same.
@@ -117,6 +122,14 @@ class Run:
             self._thread_left()
             raise
         _log.debug("run %#x begins: %s", id(self), self.threads)
+
+    def _start_beside(self, name: str, body: Callable[[], None]) -> None:
+        if self.outbox.cancelled:
+            return
+        try:
+            self.threads.add(name, body, runs_source=False)
+        except RuntimeError as error:  # batches come without what it prepares
+            _log.info("run %#x does without its thread %s: %s", id(self), name, error)
 
     def _may_begin(self) -> bool:
         if at_exit.is_exiting():  # exit may have stopped waiting for threads already
@@ -166,6 +179,7 @@ class Run:
         """Tell every thread to end. Never blocks, takes no lock."""
         self.outbox.cancel()
         self._inbox.cancel()
+        self._preparation.cancel()
         if self._reader is not None and self._pid == os.getpid():
             self._interrupt()
 

@@ -19,11 +19,9 @@ from prefetchshard.leaves.copying import private_copy
 from prefetchshard.leaves.narrowing import store
 from prefetchshard.sharding.batch_tree import path_text
 from prefetchshard.sources.tables import is_column
+from prefetchshard.streaming.copies import Copies
 
 Rows = slice | AnyArray
-
-ROW_LOOP_BYTES = 1 << 14
-"""Rows of at least this size are copied one by one: that costs less than the temporary copy that fancy indexing makes."""
 
 
 class Arrays:
@@ -67,22 +65,12 @@ class Arrays:
         )
 
 
-def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: Narrow, first_row: int) -> None:
-    """Copy rows of `source` `(length, *example)` into `view` `(rows, *example)`, in one pass if NumPy can.
-
-    `np.take(..., out=)` first copies the whole source if it is not contiguous, and buffers its output unless `mode="clip"`.
-    """
-    if isinstance(rows, slice):
-        store(view, source[rows], path=path, policy=policy, row=first_row)
-    elif source.dtype != view.dtype:
-        store(view, source[rows], path=path, policy=policy, row=first_row)
-    elif source.flags.c_contiguous and source.flags.aligned:
-        np.take(source, rows, axis=0, out=view, mode="clip")
-    elif view[:1].nbytes >= ROW_LOOP_BYTES:
-        for i, row in enumerate(rows.tolist()):
-            view[i] = source[row]
+def gather(source: AnyArray, rows: Rows, view: AnyArray, *, path: str, policy: Narrow, first_row: int, copies: Copies) -> None:
+    """Copy rows of `source` `(length, *example)` into `view` `(rows, *example)`, in one pass where no value changes its dtype."""
+    if isinstance(rows, slice) or source.dtype != view.dtype:
+        store(view, source[rows], path=path, policy=policy, row=first_row, copies=copies)
     else:
-        view[...] = source[rows]
+        copies.take(view, source, rows)
 
 
 def find_arrays(source: Any) -> Arrays | None:

@@ -15,7 +15,6 @@ import numpy as np
 from prefetchshard.base.jax_types import devices
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.building import run_factory as building
-from prefetchshard.placing.transfer_loops import TransferLimits
 from prefetchshard.staging.layout import ALIGNMENT, Layout, Staging, StagingStats, aligned_bytes, nbytes_of
 
 MakeStaging: TypeAlias = Callable[[Any, int], Staging]
@@ -297,12 +296,11 @@ def staging_by(make: MakeStaging) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> Generator[list[PoisonStaging]]:
+def poisoned_staging(*, pieces: int | None = None) -> Generator[list[PoisonStaging]]:
     """Loaders whose first run begins inside the block stage in a `PoisonStaging`, which is checked at the end of the block.
 
     Args:
         pieces: see `PoisonStaging`.
-        waits_apart: one thread dispatches the transfers and another one waits for them, as on accelerators.
 
     Yields:
         The rings, in the order in which loaders began their first run.
@@ -321,10 +319,7 @@ def poisoned_staging(*, pieces: int | None = None, waits_apart: bool = True) -> 
         rings.append(PoisonStaging(capacity, pieces=pieces))
         return rings[-1]
 
-    def limits(in_flight: int, **_: Any) -> TransferLimits:
-        return TransferLimits(in_flight, waits_apart=waits_apart)
-
-    with staging_by(make), mock.patch.object(building, "TransferLimits", limits):
+    with staging_by(make):
         yield rings
     for ring in rings:
         ring.check()

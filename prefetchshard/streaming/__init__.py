@@ -1,0 +1,1 @@
+"""Copies of large values that do not go through the processor's cache."""

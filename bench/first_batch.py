@@ -32,7 +32,7 @@ def measure(workload_name: str, loader_name: str, workers: int, devices: int | N
     place = Place(devices or len(jax.devices()))
     workload = WORKLOADS[workload_name](Sizes.choose(place.platform, len(place.devices)))
     loader = LOADERS[loader_name].load()
-    step = make_step(workload, place, 0)
+    step = make_step(workload, place, None)
     for sample in workload.samples():
         jax.block_until_ready(step(place.put(sample)))
     found: dict[str, float] = {}
@@ -70,7 +70,10 @@ def main() -> None:
                 for which, value in json.loads(done.stdout.splitlines()[-1]).items():
                     found.setdefault((loader, which), []).append(value)
         for (loader, which), values in found.items():
-            print(f"{workload:18s} {loader:16s} {which:6s} {statistics.median(values):7.1f} ms  ({min(values):.1f} to {max(values):.1f})", flush=True)
+            print(
+                f"{workload:18s} {loader:16s} {which:6s} {statistics.median(values):7.1f} ms  ({min(values):.1f} to {max(values):.1f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.reading.writing import Writer
 from prefetchshard.resuming.handed_out import check_one_shot, fingerprint_of, next_run, rows_left, start_point_of
 from prefetchshard.resuming.replay import ReplayedSource
-from prefetchshard.running.preparation import Preparation
 from prefetchshard.running.run import Run
 from prefetchshard.sharding.rules import ShardingRules, resolve
 from prefetchshard.sources import Source, recognise
@@ -40,6 +39,7 @@ from prefetchshard.sources.loops import Loops
 from prefetchshard.sources.rebatch import RebatchedStream
 from prefetchshard.staging.layout import Staging
 from prefetchshard.staging.pinned import choose_staging
+from prefetchshard.streaming.choosing import CopyChoice
 
 
 class RunFactory:
@@ -122,14 +122,14 @@ class RunFactory:
         else:
             queue = CountedQueue(now.slots, now.read_ahead, outbox, clock=clock)
         transfers = TransferLimits(now.in_flight)
-        preparation = Preparation(staging, self._device.platform)
+        choice = CopyChoice(self._device.platform)
 
         def fit(host_bytes: int, device_bytes: int) -> None:
             fitting = limits.fit(host_bytes, device_bytes)
             queue.capacity, outbox.capacity, transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
             queue.in_bursts = outbox.in_bursts = limits.is_small
             queue.senders.wake()  # there may be more room
-            preparation.batches_take(host_bytes, fitting.slots)
+            choice.batches_take(host_bytes)
 
         recorder = Recorder(clock)
         planner = self.specs.planner(context.x64, fit, rows)
@@ -156,7 +156,7 @@ class RunFactory:
             is_endless=settings.epochs is None,
         )
         loops = self._loops(began_in)
-        writer = Writer(planner, staging, keeper(self._source, settings), preparation.copies)
+        writer = Writer(planner, staging, keeper(self._source, settings), choice.copies)
         return Run(
             self._reader(plan, writer, self._source if rows is None else rows.numbers, loops),
             sequencer,
@@ -168,7 +168,7 @@ class RunFactory:
             workers=self.workers,
             context=context,
             loops=loops if self._may_be_async else None,
-            preparation=preparation,
+            copy_choice=choice,
         )
 
     def _reader(self, plan: ReadingPlan, writer: Writer, source: Source, loops: Loops) -> Reader:

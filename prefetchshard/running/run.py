@@ -23,10 +23,10 @@ from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.running import at_exit
 from prefetchshard.running.before_3_14 import note_consumer
 from prefetchshard.running.closing import EXIT, close_runs
-from prefetchshard.running.preparation import Preparation
 from prefetchshard.running.thread_group import THREAD_PREFIX, GroupThread, ThreadGroup
 from prefetchshard.sources.loops import Loops
 from prefetchshard.staging.layout import Staging
+from prefetchshard.streaming.choosing import CopyChoice
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Run:
         workers: number of reader threads, for the statistics.
         context: the caller's JAX settings.
         loops: in which an async source is pulled; None where there is none for sure.
-        preparation: what is prepared beside its first batches.
+        copy_choice: how it copies, which may be found out beside its first batches.
 
     Thread safety: every method may be called from any thread; `cancel` and `abandon` also from a finaliser.
     """
@@ -63,7 +63,7 @@ class Run:
         workers: int,
         context: JaxContext,
         loops: Loops | None,
-        preparation: Preparation,
+        copy_choice: CopyChoice,
     ) -> None:
         self.outbox = outbox
         self.recorder = recorder
@@ -74,7 +74,6 @@ class Run:
         self._reader: Reader | None = reader
         self._interrupt = reader.interrupt
         self._inbox = inbox
-        self._preparation = preparation
         self._staging = staging
         self._workers = workers
         self._pid = os.getpid()
@@ -92,7 +91,7 @@ class Run:
             on_fault=outbox.end,
             on_leave=lambda: None if (run := this()) is None else run._thread_left(),
         )
-        preparation.start = lambda name, body: None if (run := this()) is None else run._start_beside(name, body)
+        copy_choice.start = lambda name, body: None if (run := this()) is None else run._start_beside(name, body)
         for name, body in reader.bodies:
             self.threads.add(name, body)
         self.threads.add("transfer", lambda: transfer(inbox, placer, outbox, transfer_limits), runs_source=False)
@@ -128,7 +127,7 @@ class Run:
             return
         try:
             self.threads.add(name, body, runs_source=False)
-        except RuntimeError as error:  # batches come without what it prepares
+        except RuntimeError as error:  # they come without what it finds out
             _log.info("run %#x does without its thread %s: %s", id(self), name, error)
 
     def _may_begin(self) -> bool:
@@ -179,7 +178,6 @@ class Run:
         """Tell every thread to end. Never blocks, takes no lock."""
         self.outbox.cancel()
         self._inbox.cancel()
-        self._preparation.cancel()
         if self._reader is not None and self._pid == os.getpid():
             self._interrupt()
 

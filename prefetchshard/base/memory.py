@@ -20,6 +20,10 @@ class Memory(Protocol):
     views: tuple[AnyArray, ...]
     slab: AnyArray | None
 
+    def lock(self) -> None:
+        """Make it ready for the devices, once all of it is written."""
+        ...
+
     def release(self) -> None:
         """Give the memory back. Called once its transfer is ready, or will never be made."""
         ...

@@ -112,6 +112,7 @@ class HostBatch:
             else:
                 rows = min(len(view), len(from_view))
                 np.copyto(view[:rows], from_view[:rows])
+        self.memory.lock()
         old.release()
 
     def drop_memory(self) -> None:

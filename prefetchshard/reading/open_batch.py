@@ -117,6 +117,8 @@ class OpenBatch:
         assert plan is not None
         host.host_plan = plan
         host.rows = (plan.rows or 0) if host.examples is None else host.examples
+        if host.memory is not None:
+            host.memory.lock()
         self.ticket.send(host)
 
     def fail(self, error: BaseException, stage: str, rows: tuple[int, int] | None = None) -> None:

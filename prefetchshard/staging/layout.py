@@ -97,6 +97,9 @@ class Views:
         self.views = views
         self.slab = slab
 
+    def lock(self) -> None:
+        pass
+
     def release(self) -> None:
         self.views = ()
         self.slab = None

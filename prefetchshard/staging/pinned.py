@@ -21,11 +21,11 @@ from prefetchshard.base.jax_types import block_until_ready, device_put
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.staging.aliased import AliasedStaging
 from prefetchshard.staging.layout import FreshStaging, Layout, Staging, StagingStats, views_of
-from prefetchshard.staging.registered import CudaDriver, DriverError, locked_in_place
+from prefetchshard.staging.registered import CudaDriver, DriverError, Lockable
 
 _log = logging.getLogger(__name__)
 
-PROBE_BYTES = 4 << 20
+PROBE_BYTES = 8 << 20
 LEAST_GAIN = 1.3
 """Page-locked memory is used if it makes `device_put` faster by this factor; measured: 4 and more if the runtime reads it directly."""
 
@@ -49,8 +49,7 @@ class _PageLocked:
 
 def page_locked(device: Any, nbytes: int) -> AnyArray:
     """New page-locked memory that the device reads directly."""
-    driver = _drivers.get(device)
-    return np.asarray(_PageLocked(device, nbytes)) if driver is None else locked_in_place(driver, nbytes)
+    return np.asarray(_PageLocked(device, nbytes))
 
 
 def _driver_of(device: Any) -> CudaDriver | None:
@@ -65,10 +64,17 @@ def _driver_of(device: Any) -> CudaDriver | None:
 class _Slot:
     """Page-locked memory, with cached views of its last layout, as most batches have the same shape."""
 
-    __slots__ = ("_layout", "_views", "memory")
+    __slots__ = ("_layout", "_views", "lock", "memory")
 
-    def __init__(self, memory: AnyArray) -> None:
-        self.memory = memory
+    def __init__(self, device: Any, nbytes: int) -> None:
+        driver = _drivers.get(device)
+        if driver is None:
+            self.memory = page_locked(device, nbytes)
+            self.lock = _is_locked
+        else:
+            lockable = Lockable(driver, nbytes)
+            self.memory = lockable.array
+            self.lock = lockable.lock
         self._layout: Layout | None = None
         self._views: tuple[AnyArray, ...] = ()
 
@@ -77,6 +83,10 @@ class _Slot:
             self._layout = layout
             self._views = views_of(self.memory, layout)
         return self._views
+
+
+def _is_locked() -> None:
+    pass
 
 
 class _Lease:
@@ -89,6 +99,10 @@ class _Lease:
         self._back = back
         self.views = slot.views(layout)
         self.slab: AnyArray | None = slot.memory[: layout.slab_bytes] if layout.slab_bytes else None
+
+    def lock(self) -> None:
+        if self._slot is not None:
+            self._slot.lock()
 
     def release(self) -> None:
         slot, self._slot = self._slot, None
@@ -134,7 +148,7 @@ class PinnedStaging:
                     self._alive -= 1
                 self._alive += 1
                 self._made += 1
-        return _Lease(slot or _Slot(page_locked(self._device, need)), layout, self._back)
+        return _Lease(slot or _Slot(self._device, need), layout, self._back)
 
     def _collect(self) -> None:
         """Take back the slots released since the last call. The caller holds the lock."""
@@ -172,8 +186,10 @@ def _is_fast(device: Any) -> bool:
 
 def _measure(device: Any) -> bool:
     target = SingleDeviceSharding(device)
-    locked, plain = page_locked(device, PROBE_BYTES), np.ones(PROBE_BYTES, np.uint8)
+    slot, plain = _Slot(device, PROBE_BYTES), np.ones(PROBE_BYTES, np.uint8)
+    locked = slot.memory
     locked[:] = 1
+    slot.lock()
     if not bool((np.asarray(device_put(locked, target)) == 1).all()):
         _log.info("no page-locked staging on %s: a transfer does not read what was written into such memory", device)
         return False

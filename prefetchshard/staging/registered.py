@@ -1,18 +1,23 @@
 """Page-locked memory made by CUDA's driver, which locks ordinary memory in place.
 
 JAX's own page-locked memory comes from an arena that grows in ever larger pieces: a slot of 38 MB takes 40 ms, and now and then 700,
-during which no transfer begins. The driver locks as much in 2 ms, beside the 8 that the system needs to give out the memory (one H200).
+during which no transfer begins. The driver locks as much in 2 ms once it was written to; else in 17, and one thread at a time (one H200).
+So memory is locked when its first batch is written.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+import weakref
 from typing import Any
 
 import numpy as np
 
 from prefetchshard.base.memory import AnyArray
+
+_log = logging.getLogger(__name__)
 
 _FOR_ALL_CONTEXTS = 1
 _never_freed: list[mmap.mmap] = []  # what could not be unlocked: another use of its addresses would be taken for locked memory
@@ -75,33 +80,53 @@ class CudaDriver:
             raise DriverError(f"{name} of CUDA's driver failed with error {result}")
 
 
-class _Locked:
-    """Locked memory with NumPy's array interface. It is unlocked, and then freed, with the last view over it."""
+class Lockable:
+    """Ordinary memory, aligned to pages, that can be locked.
 
-    def __init__(self, driver: CudaDriver, nbytes: int) -> None:
-        self._driver = driver
-        self._memory = mmap.mmap(-1, nbytes)
-        self._address = 0
-        view = np.frombuffer(self._memory, np.uint8)
-        driver.lock(view.__array_interface__["data"][0], nbytes)
-        self.__array_interface__ = view.__array_interface__
-        self._address = view.__array_interface__["data"][0]
+    Args:
+        driver: locks it.
+        nbytes: its size.
 
-    def __del__(self) -> None:
-        if self._address:
-            try:
-                self._driver.unlock(self._address)
-            except DriverError:
-                _never_freed.append(self._memory)
-
-
-def locked_in_place(driver: CudaDriver, nbytes: int) -> AnyArray:
-    """New page-locked memory.
+    Attributes:
+        array: its bytes. Once nothing refers to them any more the memory is unlocked, then freed.
 
     Raises:
-        MemoryError: there is not so much memory, or the driver locks no more.
+        MemoryError: there is not so much memory.
     """
+
+    def __init__(self, driver: CudaDriver, nbytes: int) -> None:
+        self._driver: CudaDriver | None = driver
+        try:
+            self._memory = mmap.mmap(-1, nbytes)
+        except OSError as error:
+            raise MemoryError(f"no {nbytes:,} bytes of memory: {error}") from error
+        self._owner = _Owner(self._memory)
+        self.array: AnyArray = np.asarray(self._owner)
+
+    def lock(self) -> None:
+        """Lock it, unless that was done. Where the driver refuses it stays ordinary memory, from which transfers take longer."""
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        address = self.array.__array_interface__["data"][0]
+        try:
+            driver.lock(address, self.array.nbytes)
+        except DriverError as error:
+            _log.warning("a slot of %s bytes stays ordinary memory, from which transfers take longer: %s", f"{self.array.nbytes:,}", error)
+            return
+        weakref.finalize(self._owner, _unlock, driver, self._memory, address).atexit = False
+
+
+class _Owner:
+    """Has NumPy's array interface, so that every view over the memory keeps it alive."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.__array_interface__ = np.frombuffer(memory, np.uint8).__array_interface__
+
+
+def _unlock(driver: CudaDriver, memory: mmap.mmap, address: int) -> None:
     try:
-        return np.asarray(_Locked(driver, nbytes))
-    except (OSError, DriverError) as error:
-        raise MemoryError(f"{nbytes:,} bytes of page-locked memory: {error}") from error
+        driver.unlock(address)
+    except DriverError:
+        _never_freed.append(memory)

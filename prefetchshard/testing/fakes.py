@@ -210,6 +210,9 @@ class _PoisonLease:
         self._back = back
         self.views, self.slab = places.views(slot.memory)
 
+    def lock(self) -> None:
+        """Nothing is to be done: no device reads this memory by itself."""
+
     def release(self) -> None:
         """Return the slot: the transfer out of it is done, or will never be made.
 

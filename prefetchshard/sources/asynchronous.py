@@ -29,8 +29,6 @@ SLICE_SECONDS = 0.0003
 """Items that come without waiting are pulled for so long before the loop's other tasks have a turn. A turn takes some microseconds."""
 GATHER_SECONDS = 0.001
 """How long who waits for an item is left waiting for all that were asked for. Waking a thread costs more than an item."""
-AHEAD_BYTES = 1 << 16
-"""An item that the source may overwrite is copied, and the source pulled on, up to this size. Copying takes less than waking two threads."""
 
 
 class _Pump:
@@ -95,10 +93,10 @@ class _Pump:
                     break
                 left = 0 if error is not None else self._left - 1
                 if left and self._reuses_buffers:
-                    if is_small(item, AHEAD_BYTES):
+                    if is_small(item):
                         item = private_copy(item)
                     else:
-                        left = 0  # the next request says that it was written
+                        left = 0  # it has to be read first, and the next request says that it was
                 self._reply(item, error, left)
                 del item, error  # keep no reference while waiting: the consumer may check that it holds the only one
         finally:
@@ -174,7 +172,7 @@ class _Pump:
 
     def answer(self, most: int, request: Callable[[Callable[[], object]], bool], cancelled: Callable[[], bool]) -> Any | EndType:
         """The next item; up to `most` are asked for where all earlier ones were given."""
-        if not self._left and not self._ready:
+        if not self._left and not self._ready:  # in this order: the loop adds an item first
             self._left = most
             if not request(self.wanted):
                 raise SourceError("the event loop of the async source is closed")

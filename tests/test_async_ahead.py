@@ -251,6 +251,20 @@ def test_the_other_tasks_of_the_loop_have_their_turns(R: NamedSharding, run: Any
     run(main)
 
 
+def test_waiting_for_the_source_counts_as_its_time(S: NamedSharding) -> None:
+    """The thread asks before the source sleeps, so it waits for as long, however busy the machine is."""
+
+    async def source() -> AsyncIterator[Any]:
+        for i in range(2 * SIZE):
+            if i % SIZE == 0:
+                await anyio.sleep(0.05)
+            yield np.int32(i)
+
+    iterator = iter(ps.Loader(source(), S, batch_size=SIZE))
+    assert len(list(iterator)) == 2
+    assert iterator.stats().source_seconds > 0.09
+
+
 class Broken(Exception):
     pass
 

@@ -167,6 +167,23 @@ def test_what_is_not_copied_in_the_loop_is_given_before_the_source_goes_on(item:
         assert (source.pulled, opened.requests) == (5, 1)
 
 
+def test_items_of_both_kinds_do_not_go_beyond_the_batch(S: NamedSharding) -> None:
+    """What `next` was called for counts as delivered, as the source may go on at once."""
+    called = most = 0
+
+    def item(i: int) -> Any:
+        nonlocal most
+        most = max(most, i // SIZE + 1 - called)
+        return Own() if i % SIZE == 3 else np.zeros(2, np.float32)
+
+    with ps.Loader(Counted(item), S, batch_size=SIZE, read_ahead=1) as loader:
+        iterator = iter(loader)
+        for _ in range(20):
+            called += 1
+            next(iterator)
+    assert most == 1
+
+
 def test_an_item_is_copied_only_where_the_source_goes_on() -> None:
     made: list[Any] = []
 
@@ -298,6 +315,25 @@ def test_the_items_before_an_error_are_given_first() -> None:
             opened.items.pull(3)
 
 
+def test_a_source_is_not_asked_again_after_its_error() -> None:
+    class Source:
+        asked = 0
+
+        def __aiter__(self) -> Any:
+            return self
+
+        async def __anext__(self) -> Any:
+            self.asked += 1
+            if self.asked == 3:
+                raise Broken
+            return self.asked
+
+    source = Source()
+    with Opened(source) as opened, pytest.raises(Broken):
+        opened.batch(5)
+    assert source.asked == 3
+
+
 @pytest.mark.parametrize(("remainder", "more"), [("drop", []), ("keep", [8, 9, 10]), ("pad", [8, 9, 10, 0, 0, 0, 0, 0])])
 def test_an_end_inside_a_batch(remainder: Any, more: list[int], R: NamedSharding, consume: Consume) -> None:
     source = Counted(lambda i: {"x": np.int32(i)}, stop=11)
@@ -411,3 +447,17 @@ def test_going_on_asks_for_no_more_than_was_read_before(S: NamedSharding) -> Non
     assert np.asarray(next(resumed)).tolist() == list(range(2 * SIZE, 3 * SIZE))
     assert longer.pulled <= 4 * SIZE
     resumed.close()
+
+
+def test_going_on_where_the_epoch_ended_looks_at_one_item_more(R: NamedSharding) -> None:
+    def make(source: Counted, state: ps.LoaderState | None = None) -> ps.Loader:
+        return ps.Loader(lambda: aiter(source), R, batch_size=SIZE, remainder="keep", epochs=2, state=state)
+
+    iterator = iter(make(Counted(stop=11)))
+    assert [len(next(iterator)) for _ in range(2)] == [SIZE, 3]
+    state = iterator.state()
+    iterator.close()
+    longer = Counted()
+    with pytest.raises(ps.StateError, match="has more now"):
+        next(iter(make(longer, state)))
+    assert longer.pulled == 12

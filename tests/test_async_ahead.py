@@ -176,9 +176,11 @@ def test_items_of_both_kinds_do_not_go_beyond_the_batch(S: NamedSharding) -> Non
         most = max(most, i // SIZE + 1 - called)
         return Own() if i % SIZE == 3 else np.zeros(2, np.float32)
 
-    with ps.Loader(Counted(item), S, batch_size=SIZE, read_ahead=1) as loader:
+    source = Counted(item)
+    with ps.Loader(source, S, batch_size=SIZE, read_ahead=1) as loader:
         iterator = iter(loader)
         for _ in range(20):
+            wait_until(lambda: source.pulled >= SIZE * (called + 1))
             called += 1
             next(iterator)
     assert most == 1

@@ -180,7 +180,7 @@ def test_items_of_both_kinds_do_not_go_beyond_the_batch(S: NamedSharding) -> Non
     with ps.Loader(source, S, batch_size=SIZE, read_ahead=1) as loader:
         iterator = iter(loader)
         for _ in range(20):
-            wait_until(lambda: source.pulled >= SIZE * (called + 1))
+            wait_until(lambda called=called: source.pulled >= SIZE * (called + 1))
             called += 1
             next(iterator)
     assert most == 1

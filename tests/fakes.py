@@ -112,10 +112,10 @@ class Examples(Dataset):
         return np.int32(i)
 
 
-async def async_generator(count: int, act: Act = nothing) -> AsyncIterator[np.ndarray]:
+async def async_generator(count: int, act: Act = nothing, make: Callable[[int], Any] = batch) -> AsyncIterator[Any]:
     for i in range(count):
         act(i)
-        yield batch(i)
+        yield make(i)
 
 
 class OpenAsyncIterator:

@@ -631,20 +631,20 @@ def test_a_closed_loop_is_an_error_of_the_source_however_late_its_thread_comes(S
     loop, iterator = begun_in_a_loop(Loops(100), S)
     loop.close()
     looks: list[object] = []
-    complaint, answer = loops_module.Loops.complaint, asynchronous._Pump._taken_answer
+    complaint, wait = loops_module.Loops.complaint, asynchronous._Pump._wait
 
     def look(self: Any) -> str | None:
         looks.append(self._look)
         return complaint(self)
 
-    def late(self: Any) -> Any:
+    def late(self: Any, cancelled: Any) -> None:
+        wait(self, cancelled)
         if self._over:
             seen = len(looks)
             wait_until(lambda: len(looks) >= seen + 3)
-        return answer(self)
 
     monkeypatch.setattr(loops_module.Loops, "complaint", look)
-    monkeypatch.setattr(asynchronous._Pump, "_taken_answer", late)
+    monkeypatch.setattr(asynchronous._Pump, "_wait", late)
     with pytest.raises(ps.SourceError, match="closed"):
         list(iterator)
     wait_until(no_threads)

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from fakes import SOURCES, Examples, Gate, Iterable, batch, first, generator
+from fakes import SOURCES, Examples, Gate, Iterable, async_generator, batch, first, generator
 from prefetchshard.queues.bounded_queue import EMPTY
 from support import Interrupts, loader_threads, pairwise, wait_until
 
@@ -68,10 +68,13 @@ def loaders(kind: str, counter: Counter, S: NamedSharding, **options: Any) -> ps
     if kind == "examples of an iterator":
         counter.rows = 8
         return ps.Loader((np.int32(counter(i) or i) for i in range(ENDLESS)), S, batch_size=8, **options)
+    if kind == "examples of an async generator":
+        counter.rows = 8
+        return ps.Loader(async_generator(ENDLESS, counter, np.int32), S, batch_size=8, **options)
     return ps.prefetch(SOURCES[kind](ENDLESS, counter), S, **options)
 
 
-KINDS = [*SOURCES, "examples", "examples of an iterator"]
+KINDS = [*SOURCES, "examples", "examples of an iterator", "examples of an async generator"]
 
 
 @pytest.mark.parametrize(("kind", "depth", "workers", "transforms"), pairwise(KINDS, [1, 2, 5], [1, 3], [False, True]))

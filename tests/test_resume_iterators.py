@@ -164,7 +164,8 @@ def test_progress_is_said_by_the_clock(caplog: pytest.LogCaptureFixture) -> None
     counted: list[dict[str, Any]] = []
     ended = False
 
-    def pull() -> Any:
+    def pull(most: int) -> Any:
+        assert 1 <= most <= 10
         clock.advance(0.5)
         return END if ended else 0
 

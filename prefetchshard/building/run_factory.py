@@ -98,7 +98,7 @@ class RunFactory:
         return running_loop() if self._may_be_async else None
 
     def _loops(self, began_in: HomeLoop | None) -> Loops:
-        loops = Loops([], began_in, self._made_in)
+        loops = Loops([], began_in, self._made_in, reuses_buffers=self._settings.reuses_buffers)
         if isinstance(self._pulled, AsyncStream):  # what a factory makes is known when it is called
             loops.home = self._pulled.home_in(began_in)
         return loops

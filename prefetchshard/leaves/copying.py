@@ -19,6 +19,10 @@ from prefetchshard.leaves.converting import NUMPY_SCALARS, is_a
 from prefetchshard.leaves.on_devices import is_jax_array, may_change, private_array
 
 _LEAF = tree_structure(0)
+SMALL_BYTES = 1 << 16
+"""Copying so much takes a few microseconds: less than waking the thread that would read it."""
+_PART_BYTES = 64
+"""What a value or a container counts for, beside its contents: so a look at one that holds itself ends too."""
 _ATOMS = NUMPY_SCALARS | {str, bytes, bool, int, float, complex, type(None)}
 _IMMUTABLE = (str, bytes, bool, int, float, complex, type(None), np.generic, jax.Array)
 
@@ -61,6 +65,32 @@ def private_copy(value: Any, *, deep: bool = False, jax_arrays: bool = True) -> 
         parts, rebuild = children
         return rebuild([private_copy(part, deep=deep, jax_arrays=jax_arrays) for part in parts])
     return _own_object(value, deep)
+
+
+def is_small(value: Any) -> bool:
+    """Whether it is made of plain values, NumPy arrays, and Python's own containers, of at most `SMALL_BYTES` together.
+
+    Then `private_copy` copies it fast, and without the help of other libraries.
+    """
+    left = SMALL_BYTES
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        kind = cast("Any", type(part))
+        left -= _PART_BYTES
+        if kind is np.ndarray and not part.dtype.hasobject:
+            left -= part.nbytes
+        elif kind is str or kind is bytes:
+            left -= len(part)
+        elif kind is dict:
+            parts.extend(part.values())
+        elif kind is list or kind is tuple or (is_a(part, tuple) and hasattr(kind, "_fields")):
+            parts.extend(part)
+        elif kind not in _ATOMS:
+            return False
+        if left < 0:
+            return False
+    return True
 
 
 def not_copied(item: Any, error: RecursionError) -> Exception:

@@ -27,7 +27,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         wall_seconds: from the first `next()` to the last one.
         stall_seconds: time that the consumer waited inside `next()`. Near 0: the loader keeps up. Near `wall_seconds`: input bound.
         busy_seconds: time that the consumer spent between one `next()` and the following one.
-        source_seconds: time spent in the source's own code, summed over threads.
+        source_seconds: time spent in the source's own code, summed over threads; of an async source, time that it was waited for.
         transform_seconds: time spent in `transform` and `collate`, summed over threads.
         copy_seconds: time spent copying into the staging memory, summed over threads.
         transfer_seconds: from dispatch of each transfer until it was ready, summed; transfers may overlap.

@@ -127,7 +127,7 @@ class ReplayedSource:
         size = self._batch_size or 1
         last_batch = goal - (1 if self._batch_size is None else self._start.last_rows)
         for done in range(goal):
-            item = items.pull()
+            item = items.pull(min(size, goal - done))
             now, is_cancelled = clock(), cancelled()
             if item is END and not is_cancelled:
                 raise self._too_short(done)
@@ -190,7 +190,7 @@ class ReplayedSource:
             return END
         self.is_inside = True
         try:
-            item = END if out.cancelled else self._items.pull()
+            item = END if out.cancelled else self._items.pull(size - row)
         finally:
             self.is_inside = False
         if item is not END and self._snapshot is None:

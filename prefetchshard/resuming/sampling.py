@@ -10,6 +10,7 @@ import numpy as np
 
 from prefetchshard.base.cycles import cycle_in
 from prefetchshard.base.memory import AnyArray
+from prefetchshard.leaves.copying import SMALL_BYTES
 
 SAMPLED_ITEMS = 8
 """About the number of items hashed per batch, fewer than twice as many; hashing one costs microseconds."""
@@ -50,8 +51,9 @@ def add_item(digest: Any, item: Any) -> None:
 def _add_array(digest: Any, array: AnyArray, budget: int) -> None:
     if array.dtype.hasobject:
         _add_objects(digest, array.reshape(-1)[:: max(1, array.size // _OBJECTS)].tolist())
-    elif type(array) is np.ndarray and array.flags.c_contiguous:
-        flat = array.reshape(-1).view(np.uint8)
+    elif type(array) is np.ndarray and (array.flags.c_contiguous or array.nbytes <= SMALL_BYTES):
+        # However a small one lies: that may be a copy here, and not where the source is read again
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         # An odd stride, so that it does not hit only the lowest byte of each number
         digest.update(flat[:: (flat.size // budget) | 1].tobytes())
     else:  # not contiguous, or a subclass: take some numbers, without copying all of them

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 from prefetchshard.base.errors import ConfigError, SourceError
 from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.waiters import Waiters
+from prefetchshard.leaves.copying import is_small, private_copy
 from prefetchshard.sources.epochs import Wrapper
 from prefetchshard.sources.iterables import END, EndType, OpenSource, PulledSource, length_of
 from prefetchshard.sources.loops import Loops, hint_at_loop
@@ -22,24 +25,35 @@ CLOSE_SECONDS = 8.0
 """Time limit for the clean-up of an async source; less than closing waits for a source that is inside its own close."""
 TURN_SECONDS = 0.2
 """Closing waits for a clean-up in a loop of the user's while that loop turns at least this often: the wait itself may be what blocks it."""
+SLICE_SECONDS = 0.0003
+"""Items that come without waiting are pulled for so long before the loop's other tasks have a turn. A turn takes some microseconds."""
+GATHER_SECONDS = 0.001
+"""How long who waits for an item is left waiting for all that were asked for. Waking a thread costs more than an item."""
 
 
 class _Pump:
-    """Pulls an async iterator, one item per request, always in the same task.
+    """Pulls an async iterator, as many items as a request allows, always in the same task.
 
-    One task, because cancel scopes and task groups inside an async generator belong to the task that entered them. The event loop keeps
-    running between requests, so the source's background tasks do too.
+    One task, because cancel scopes and task groups inside an async generator belong to the task that entered them. Several items a request,
+    because one takes two thread switches. The event loop keeps running between requests, so the source's background tasks do too.
+
+    Args:
+        iterable: has `__aiter__`.
+        reuses_buffers: it may overwrite an item as soon as it is asked for the next one.
     """
 
-    def __init__(self, iterable: Any) -> None:
+    def __init__(self, iterable: Any, reuses_buffers: bool) -> None:
         self._iterable = iterable
+        self._reuses_buffers = reuses_buffers
         self._iterator: Any = None
         self._wanted: anyio.Event | None = None
         self._scope: anyio.CancelScope | None = None
-        self._requests = 0
         self._stopped = False
-        self._answer: tuple[Any, BaseException | None] | None = None
+        self._left = 0  # items that may be pulled: at 0 the thread sets it, else the loop, which adds to `_ready` first
+        self._ready: deque[tuple[Any, BaseException | None]] = deque()
         self._answered = Waiters()
+        self._is_patient = False  # who waits would have all that were asked for
+        self._turned_at = 0.0
         self._turns = 0
         self._over = False
         self._is_closing = False
@@ -61,7 +75,7 @@ class _Pump:
             is_cancelled = _is_cancelled(error)
             if is_cancelled and self._stopped and self._task is not None:
                 return  # `stop` cancelled it
-            self._reply(None, error)
+            self._reply(None, error, left=0)
             if is_cancelled:
                 raise
         finally:
@@ -73,16 +87,22 @@ class _Pump:
 
     async def _serve(self) -> None:
         try:
-            while await self._next_request():
+            while await self._may_pull():
                 item, error = await self._pull()
                 if item is END and error is None:
                     break
-                self._reply(item, error)
+                left = 0 if error is not None else self._left - 1
+                if left and self._reuses_buffers:
+                    if is_small(item):
+                        item = private_copy(item)
+                    else:
+                        left = 0  # it has to be read first, and the next request says that it was
+                self._reply(item, error, left)
                 del item, error  # keep no reference while waiting: the consumer may check that it holds the only one
         finally:
             await self._close_iterator()
         if not self._stopped:
-            self._reply(END, None)
+            self._reply(END, None, left=0)
 
     async def _pull(self) -> tuple[Any, BaseException | None]:
         try:
@@ -106,23 +126,28 @@ class _Pump:
             with anyio.move_on_after(seconds, shield=True):
                 await close()
 
-    async def _next_request(self) -> bool:
-        while not self._requests and not self._stopped:
+    async def _may_pull(self) -> bool:
+        """Wait until an item is asked for. False: nothing more is."""
+        if self._left and time.monotonic() - self._turned_at > SLICE_SECONDS:
+            await anyio.lowlevel.checkpoint()
+            self._turned_at = time.monotonic()
+        while not self._left and not self._stopped:
             self._wanted = anyio.Event()
             await self._wanted.wait()
-        self._requests = 0
+            self._turned_at = time.monotonic()
         return not self._stopped
 
-    def _reply(self, item: Any, error: BaseException | None) -> None:
+    def _reply(self, item: Any, error: BaseException | None, left: int) -> None:
         if isinstance(error, (GeneratorExit, anyio.get_cancelled_exc_class())):
             shown = SourceError(f"the async source raised {type(error).__name__}, or was cancelled with its event loop")
             shown.__cause__ = error
             error = shown
-        self._answer = (item, error)
-        self._answered.wake()
+        self._ready.append((item, error))
+        self._left = left
+        if not left or not self._is_patient:
+            self._answered.wake()
 
     def wanted(self) -> None:
-        self._requests += 1
         if self._wanted is not None:
             self._wanted.set()
 
@@ -145,25 +170,30 @@ class _Pump:
 
     # -- in the source's thread
 
-    def answer(self, request: Callable[[Callable[[], object]], bool], cancelled: Callable[[], bool]) -> Any | EndType:
-        self._answer = None
-        if not request(self.wanted):
-            raise SourceError("the event loop of the async source is closed")
-        self._answered.wait(lambda: self._answer is not None or self._over or cancelled())
-        answer = self._taken_answer()
-        if answer is None:
+    def answer(self, most: int, request: Callable[[Callable[[], object]], bool], cancelled: Callable[[], bool]) -> Any | EndType:
+        """The next item; up to `most` are asked for where all earlier ones were given."""
+        if not self._left and not self._ready:  # in this order: the loop adds an item first
+            self._left = most
+            if not request(self.wanted):
+                raise SourceError("the event loop of the async source is closed")
+        if not self._ready:
+            self._wait(cancelled)
+        if not self._ready:
             if cancelled():
                 return END
             raise SourceError("the event loop of the async source was closed while an item was awaited")
-        item, error = answer
+        item, error = self._ready.popleft()
         if error is not None:
             hint_at_loop(error)
             raise error
         return item
 
-    def _taken_answer(self) -> tuple[Any, BaseException | None] | None:
-        answer, self._answer = self._answer, None
-        return answer
+    def _wait(self, cancelled: Callable[[], bool]) -> None:
+        """Wait for all items that were asked for; after a while for any."""
+        self._is_patient = True
+        if not self._answered.wait(lambda: not self._left or self._over or cancelled(), GATHER_SECONDS):
+            self._is_patient = False  # before the look whether there is one: who adds one from now on wakes
+            self._answered.wait(lambda: bool(self._ready) or self._over or cancelled())
 
     def wait_over(self) -> None:
         """Wait for the clean-up, which has its own time limit."""
@@ -227,7 +257,7 @@ class OpenAsyncIterator:
     access = None
 
     def __init__(self, iterable: Any, loops: Loops, home: HomeLoop | None) -> None:
-        self._pump = _Pump(iterable)
+        self._pump = _Pump(iterable, loops.reuses_buffers)
         self._loops = loops
         self._is_own = home is None
         self._home = home or loops.own()
@@ -236,7 +266,7 @@ class OpenAsyncIterator:
         self._cancelled = False
         self._started = False
 
-    def pull(self) -> Any | EndType:
+    def pull(self, most: int = 1) -> Any | EndType:
         if self._cancelled:
             return END
         if not self._started:
@@ -245,7 +275,7 @@ class OpenAsyncIterator:
                 raise SourceError("the event loop of the async source is closed")
         self.asked_for = self._count
         try:
-            return self._pump.answer(self._home.call_soon, lambda: self._cancelled)
+            return self._pump.answer(most, self._home.call_soon, lambda: self._cancelled)
         finally:
             self._count += 1
             self.asked_for = None

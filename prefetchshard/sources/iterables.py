@@ -27,8 +27,12 @@ EndType: TypeAlias = Literal[_End.END]
 class OpenSource(Protocol):
     """An iteration over one epoch. The source's thread calls `pull` and `close`."""
 
-    def pull(self) -> Any | EndType:
-        """The next item, or END."""
+    def pull(self, most: int = 1) -> Any | EndType:
+        """The next item, or END.
+
+        Args:
+            most: how many items may be taken from the source by now, this one included. Only a source in an event loop takes more than one.
+        """
         ...
 
     @property
@@ -109,7 +113,8 @@ class OpenIterator:
         self._next = iterator.__next__
         self._ours = ours  # we opened it, or the user passed it to be consumed: we close it
 
-    def pull(self) -> Any | EndType:
+    def pull(self, most: int = 1) -> Any | EndType:
+        del most
         try:
             item = self._next()
         except StopIteration:

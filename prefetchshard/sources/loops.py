@@ -47,18 +47,27 @@ class Loops:
         threads: list to which the thread of the own loop is added.
         began_in: the loop in which `aiter` began the run; None: `iter` began it.
         made_in: the loop in which the loader was made, if any.
+        reuses_buffers: an async source may overwrite an item as soon as it is asked for the next one.
 
     Attributes:
-        threads, began_in: as above.
+        threads, began_in, reuses_buffers: as above.
         home: the loop of the user's in which the source is pulled; None: none, or not known yet.
         home_is_blocked: closing the run blocks it, so that nothing can be awaited there meanwhile.
 
     Thread safety: `own`, `begin` and `close` are called by the source's thread; the rest by any thread.
     """
 
-    def __init__(self, threads: list[threading.Thread], began_in: HomeLoop | None = None, made_in: HomeLoop | None = None) -> None:
+    def __init__(
+        self,
+        threads: list[threading.Thread],
+        began_in: HomeLoop | None = None,
+        made_in: HomeLoop | None = None,
+        *,
+        reuses_buffers: bool = True,
+    ) -> None:
         self.threads = threads
         self.began_in = began_in
+        self.reuses_buffers = reuses_buffers
         self.home: HomeLoop | None = None
         self.home_is_blocked = False
         self._made_in = made_in

@@ -133,7 +133,8 @@ class OpenRebatched:
         self._piece = None
         self._pieces.close()
 
-    def pull(self) -> Any | EndType:
+    def pull(self, most: int = 1) -> Any | EndType:
+        del most
         if self._batch_size is not None:
             return self._batch(self._batch_size)
         if not self._has_rows() and not self._next_piece():

@@ -7,9 +7,12 @@ So memory is locked when its first batch is written.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
+import queue
+import threading
 import weakref
 from typing import Any
 
@@ -21,6 +24,9 @@ _log = logging.getLogger(__name__)
 
 _FOR_ALL_CONTEXTS = 1
 _never_freed: list[mmap.mmap] = []  # what could not be unlocked: another use of its addresses would be taken for locked memory
+
+KEPT_BYTES = 1 << 30
+"""So much memory that nobody uses any more stays locked, for the next loader of the process: its first batch comes in 20 ms rather than 80."""
 
 
 class DriverError(RuntimeError):
@@ -88,45 +94,93 @@ class Lockable:
         nbytes: its size.
 
     Attributes:
-        array: its bytes. Once nothing refers to them any more the memory is unlocked, then freed.
+        array: its bytes. Once nothing refers to them any more the memory is kept for another one of its size, or unlocked and freed.
 
     Raises:
         MemoryError: there is not so much memory.
     """
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
-        self._driver: CudaDriver | None = driver
-        try:
-            self._memory = mmap.mmap(-1, nbytes)
-        except OSError as error:
-            raise MemoryError(f"no {nbytes:,} bytes of memory: {error}") from error
-        self._owner = _Owner(self._memory)
+        self._driver = driver
+        kept = _kept.take(driver, nbytes)
+        self._is_locked = kept is not None
+        self._owner = _Owner(_map(nbytes) if kept is None else kept)
         self.array: AnyArray = np.asarray(self._owner)
+        if self._is_locked:
+            self._keep_afterwards()
 
     def lock(self) -> None:
         """Lock it, unless that was done. Where the driver refuses it stays ordinary memory, from which transfers take longer."""
-        driver, self._driver = self._driver, None
-        if driver is None:
+        if self._is_locked:
             return
-        address = self.array.__array_interface__["data"][0]
+        self._is_locked = True
         try:
-            driver.lock(address, self.array.nbytes)
+            self._driver.lock(_address_of(self._owner.memory), self.array.nbytes)
         except DriverError as error:
             _log.warning("a slot of %s bytes stays ordinary memory, from which transfers take longer: %s", f"{self.array.nbytes:,}", error)
-            return
-        weakref.finalize(self._owner, _unlock, driver, self._memory, address).atexit = False
+        else:
+            self._keep_afterwards()
+
+    def _keep_afterwards(self) -> None:
+        weakref.finalize(self._owner, _kept.put, self._driver, self._owner.memory).atexit = False
 
 
 class _Owner:
     """Has NumPy's array interface, so that every view over the memory keeps it alive."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+        self.memory = memory
         self.__array_interface__ = np.frombuffer(memory, np.uint8).__array_interface__
 
 
-def _unlock(driver: CudaDriver, memory: mmap.mmap, address: int) -> None:
+class _Kept:
+    """Locked memory that nobody uses. `put` is called by finalisers, inside any allocation, so it waits for no lock."""
+
+    def __init__(self) -> None:
+        self._unused: queue.SimpleQueue[tuple[CudaDriver, mmap.mmap]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards _free
+        self._free: list[tuple[CudaDriver, mmap.mmap]] = []  # kept longest first
+
+    def put(self, driver: CudaDriver, memory: mmap.mmap) -> None:
+        """Keep it; unlock and free what was kept longest where that makes too much."""
+        self._unused.put((driver, memory))
+        if self._lock.acquire(blocking=False):  # else who holds it, which may be this thread, does it
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    def take(self, driver: CudaDriver, nbytes: int) -> mmap.mmap | None:
+        """Memory of just this size, if there is some."""
+        with self._lock:
+            self._collect()
+            for i, (locked_by, memory) in enumerate(self._free):
+                if locked_by is driver and len(memory) == nbytes:
+                    del self._free[i]
+                    return memory
+        return None
+
+    def _collect(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.append(self._unused.get_nowait())
+        while sum(len(memory) for _, memory in self._free) > KEPT_BYTES:
+            driver, memory = self._free.pop(0)
+            try:
+                driver.unlock(_address_of(memory))
+            except DriverError:
+                _never_freed.append(memory)
+
+
+_kept = _Kept()
+
+
+def _map(nbytes: int) -> mmap.mmap:
     try:
-        driver.unlock(address)
-    except DriverError:
-        _never_freed.append(memory)
+        return mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise MemoryError(f"no {nbytes:,} bytes of memory: {error}") from error
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return np.frombuffer(memory, np.uint8).__array_interface__["data"][0]

@@ -168,7 +168,7 @@ class ExampleWriter:
     Thread safety: one thread at a time; several writers may write to one batch.
     """
 
-    __slots__ = ("_batch", "_count", "_row", "_start", "_wide", "_writer")
+    __slots__ = ("_batch", "_count", "_row", "_staged", "_start", "_take_apart", "_wide", "_writer")
 
     def __init__(self, writer: Writer, batch: OpenBatch, start: int, count: int) -> None:
         self._writer = writer
@@ -177,6 +177,8 @@ class ExampleWriter:
         self._count = count
         self._row = start
         self._wide: dict[int, AnyArray] = {}  # leaves that are narrowed, all rows at once, at the end
+        self._take_apart: Callable[[Any], list[Any]] | None = None
+        self._staged: list[tuple[AnyArray, np.dtype[Any], tuple[int, ...]]] = []
 
     def write(self, example: Any) -> None:
         """Write the next one.
@@ -184,6 +186,31 @@ class ExampleWriter:
         Raises:
             BatchError: it does not stack with the others; names leaf and row.
         """
+        if self._take_apart is None or not self._write_plain(example, self._take_apart):
+            self._write(example)
+        self._row += 1
+
+    def _write_plain(self, example: Any, take_apart: Callable[[Any], list[Any]]) -> bool:
+        """Write an example of arrays and NumPy's scalars that only have to be copied. False: it is another one."""
+        row = self._row
+        try:
+            leaves = take_apart(example)
+        except (ValueError, TypeError):
+            return False
+        for value, (view, dtype, shape) in zip(leaves, self._staged, strict=True):
+            kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
+            if (kind is not np.ndarray and kind not in NUMPY_SCALARS) or value.dtype != dtype or value.shape != shape:
+                return False
+            view[row] = value
+        return True
+
+    def _expect_plain(self, plan: HostPlan, views: Sequence[AnyArray]) -> None:
+        """Where no leaf needs more than a copy, take the next examples apart in the shortest way: three microseconds less each."""
+        if len(views) == len(plan.leaves) and not any(leaf.is_narrowed for leaf in plan.leaves):
+            self._staged = [(view, leaf.dtype, leaf.example) for view, leaf in zip(views, plan.leaves, strict=True)]
+            self._take_apart = plan.tree.tree.flatten_up_to
+
+    def _write(self, example: Any) -> None:
         writer, batch = self._writer, self._batch
         leaves, tree = writer.flatten(example)
         plan = batch.plan
@@ -207,7 +234,8 @@ class ExampleWriter:
             else:
                 views[view][row] = array
             view += 1
-        self._row += 1
+        if row == self._start:
+            self._expect_plain(plan, views)
 
     def _pass(self, index: int, leaf: Leaf, value: Any) -> None:
         """A leaf that does not go through the staging memory."""

@@ -38,7 +38,7 @@ def private_copy(value: Any, *, deep: bool = False, jax_arrays: bool = True) -> 
     Raises:
         SourceError: `deep` is set and an object cannot be copied.
     """
-    kind = cast("Any", type(value))
+    kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind is dict:  # fast path: most examples are dicts, and this spares a call for each number and array
         copies: dict[Any, Any] = {}
         for key, part in value.items():

@@ -2,7 +2,7 @@
 
     python bench/stress.py --seconds 60 [--staging poison|default] [--seed N]
 
-On the CPU the staging memory is by default a ring that turns to poison as soon as it is released (`prefetchshard.testing`); on
+Half of the cases copy past the cache whatever can be copied so, the others nothing. On the CPU the staging memory is by default a ring that turns to poison as soon as it is released (`prefetchshard.testing`); on
 accelerators the ring that loaders use there. Exit code: 0 all right, 1 wrong values or a failure, 130 ended by Ctrl-C.
 """
 
@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import sys
 import time
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,6 +35,8 @@ from bench.place import use_devices
 from bench.stress_cases import Case, make_case
 from bench.stress_sums import Sums, device_sums, host_sums
 from prefetchshard.reading import batch_copying
+from prefetchshard.streaming import choosing, copies
+from prefetchshard.streaming.machine_code import CopyRows, NoMachineCode, make_copy_rows
 from prefetchshard.testing import poisoned_staging
 
 _jax: Any = jax
@@ -263,15 +267,42 @@ def run_case(seed: int, number: int, *, poison: bool) -> Checker:
     """The case of this number, and what came of it."""
     random = np.random.default_rng([seed, number])
     checker = Checker(make_case(random))
-    waits_apart = bool(random.random() < 0.5)
+    streams = bool(random.random() < 0.5)
     batch_copying.HAND_OVER_SECONDS = -1.0 if random.random() < 0.5 else 0.001  # half of them as if the source were slow
     try:
-        with poisoned_staging(waits_apart=waits_apart) if poison else contextlib.nullcontext():
+        with poisoned_staging() if poison else contextlib.nullcontext(), _streaming_copies(streams):
             checker.run()
     except Exception:  # noqa: BLE001 - it is said, and the program goes on with the next case
         checker.tally.failures += 1
         checker.faults.append(traceback.format_exc())
     return checker
+
+
+@contextlib.contextmanager
+def _streaming_copies(on: bool) -> Iterator[None]:
+    """Every copy past the cache that can go so, whatever its size; or none."""
+    copy_rows = _copy_rows() if on else None
+    with (
+        mock.patch.multiple(
+            choosing, LEAST_BYTES=1, LEAST_BYTES_ON_CPU=1, is_decided=_decided, streaming_if_faster=lambda are_read: copy_rows
+        ),
+        mock.patch.object(copies, "LEAST_ROW_BYTES", 1),
+    ):
+        yield
+
+
+def _decided(are_read: bool) -> bool:
+    del are_read
+    return True
+
+
+@functools.cache
+def _copy_rows() -> CopyRows | None:
+    try:
+        return make_copy_rows()
+    except NoMachineCode as reason:
+        print(f"no streaming copies: {reason}")
+        return None
 
 
 def run(seconds: float, seed: int, *, poison: bool, first: int = 0, most: int | None = None) -> dict[str, Tally]:

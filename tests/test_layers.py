@@ -17,7 +17,7 @@ RANKS = [
     {"base"},
     {"ordering", "sharding", "leaves", "staging", "queues"},
     {"measuring", "sources", "planning"},
-    {"placing", "resuming"},
+    {"placing", "processes", "resuming"},
     {"on_device", "reading"},
     {"running"},
     {"building"},

@@ -13,7 +13,7 @@ from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.building.batch_specs import BatchSpecs
 from prefetchshard.building.checks import check_endless, check_last_rows, check_rows, check_source, global_rows
-from prefetchshard.building.choices import choose_workers, describe, keeper, make_limits, make_order
+from prefetchshard.building.choices import choose_workers, describe, keeper, make_limits, make_order, takes_processes
 from prefetchshard.building.other_names import refuse_as_sharding
 from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
@@ -141,6 +141,7 @@ class RunFactory:
             workers=self.workers,
             read_ahead=settings.read_ahead,
             reuses_buffers=settings.reuses_buffers,
+            in_processes=takes_processes(self._source, settings),
         )
         sequencer = Sequencer(
             queue,

@@ -303,3 +303,37 @@ def has_no_memory(example: Any) -> Any:
 def crashes(example: Any) -> Any:
     ctypes.string_at(0)
     return example
+
+
+# -- faults at random moments
+
+
+def takes_a_while(example: Any) -> Any:
+    time.sleep(0.0003)
+    return example
+
+
+def _strikes() -> bool:
+    """Whether it is time. Never in the process of the test."""
+    time.sleep(0.0003)
+    return "jax" not in sys.modules and os.urandom(1)[0] < 3
+
+
+def exits_at_random(example: Any) -> Any:
+    if _strikes():
+        os._exit(3)
+    return example
+
+
+def raises_at_random(example: Any) -> Any:
+    if _strikes():
+        raise NotPickled("a secret")
+    return example
+
+
+def no_memory_at_random(example: Any) -> Any:
+    """What comes next needs more shared memory than there is."""
+    if _strikes():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        return {**example, "more": bytes(3 << 20)}
+    return example

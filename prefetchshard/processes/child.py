@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import mmap
+import operator
 import os
 import pickle
 import select
@@ -280,7 +282,7 @@ _PYTHON_NAMES = {kind.__name__ for kind in _PYTHON}
 
 
 def _value(row: Any) -> Any:
-    return row.copy() if isinstance(row, np.ndarray) else row
+    return row.copy() if _is(row, np.ndarray) else row
 
 
 def _leaf_kinds(structure: tuple[Any, ...]) -> Iterator[str]:
@@ -327,40 +329,49 @@ def dumped_somehow(value: Any) -> tuple[bytes, list[Any]]:
 
 def private_copy(value: Any) -> Any:
     """A copy that shares no array, list or dict with the value: what functions do to an item must not reach the source."""
-    kind: Any = type(value)  # pyright: ignore[reportUnknownVariableType]
+    kind = cast("Any", type(value))
     if kind is dict:
         return {key: private_copy(part) for key, part in value.items()}
-    if kind in ATOMS or (isinstance(value, np.generic) and not isinstance(value, np.void)):
+    if kind in ATOMS or (_is(value, np.generic) and not _is(value, np.void)):
         return value
-    if isinstance(value, np.ndarray):
-        copied = cast("Array", value.copy())
+    if _is(value, np.ndarray):
+        copied: Any = value.copy()
         if copied.dtype == object:
-            for index, part in np.ndenumerate(cast("Array", value)):
+            for index, part in np.ndenumerate(value):
                 copied[index] = private_copy(part)
         return copied
     if kind is list or kind is tuple:
-        parts = [private_copy(part) for part in value]
+        parts: list[Any] = [private_copy(part) for part in value]
         return parts if kind is list else tuple(parts)
-    if isinstance(value, collections.OrderedDict):
-        return collections.OrderedDict((key, private_copy(part)) for key, part in cast("Any", value).items())
-    if isinstance(value, collections.defaultdict):
-        made = cast("Any", value)
-        return collections.defaultdict(made.default_factory, {key: private_copy(part) for key, part in made.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(private_copy(part) for part in cast("Any", value)))
+    return _other_copy(value, kind)
+
+
+def _other_copy(value: Any, kind: Any) -> Any:
+    if _is(value, collections.OrderedDict):
+        return collections.OrderedDict((key, private_copy(part)) for key, part in value.items())
+    if _is(value, collections.defaultdict):
+        return collections.defaultdict(value.default_factory, {key: private_copy(part) for key, part in value.items()})
+    if _is(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(private_copy(part) for part in value))
     if kind is memoryview:
-        return memoryview(np.array(value))
+        copied: Any = np.array(value)
+        return memoryview(copied)
     for way in ("clone", "copy"):
-        if callable(getattr(value, way, None)) and (isinstance(value, np.void) or hasattr(value, "__array__")):
+        if callable(getattr(value, way, None)) and (_is(value, np.void) or hasattr(value, "__array__")):
             return value if "jax" in kind.__module__ else getattr(value, way)()
     return _copied_by_jax(value)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """`isinstance`, without what a type checker makes of it."""
+    return isinstance(value, kind)
 
 
 def _copied_by_jax(value: Any) -> Any:
     jax: Any = sys.modules.get("jax")  # who registers a container has imported it
     if jax is None:
         return value
-    parts, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda node: node is not value)
+    parts, tree = jax.tree_util.tree_flatten(value, is_leaf=functools.partial(operator.is_not, value))
     if len(parts) == 1 and parts[0] is value:
         return value
     return tree.unflatten([private_copy(part) for part in parts])
@@ -368,21 +379,23 @@ def _copied_by_jax(value: Any) -> Any:
 
 def filled(template: Any, leaves: Sequence[Any], row: int) -> Any:
     """An example from rows of arrays: the template has the number of a leaf in each place."""
-    kind: Any = type(template)  # pyright: ignore[reportUnknownVariableType]
+    kind = cast("Any", type(template))
     if kind is int:
         return leaves[template][row]
     if kind is dict:
         return {key: filled(part, leaves, row) for key, part in template.items()}
     if kind is list or kind is tuple:
-        parts = [filled(part, leaves, row) for part in template]
+        parts: list[Any] = [filled(part, leaves, row) for part in template]
         return parts if kind is list else tuple(parts)
     if template is None:
         return None
-    if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return kind(*(filled(part, leaves, row) for part in cast("Any", template)))
-    if isinstance(template, collections.OrderedDict):
-        return collections.OrderedDict((key, filled(part, leaves, row)) for key, part in cast("Any", template).items())
-    return sys.modules["jax"].tree_util.tree_map(lambda number: leaves[number][row], template)  # it was registered there
+    if _is(template, tuple) and hasattr(template, "_fields"):
+        return kind(*(filled(part, leaves, row) for part in template))
+    if _is(template, collections.OrderedDict):
+        return collections.OrderedDict((key, filled(part, leaves, row)) for key, part in template.items())
+    jax: Any = sys.modules["jax"]  # who registered the container has imported it
+    numbers, tree = jax.tree_util.tree_flatten(template)
+    return tree.unflatten([leaves[number][row] for number in numbers])
 
 
 # -- the user's source and functions
@@ -403,7 +416,7 @@ class Setup:
         self._collate: Callable[[Any], Any] | None = sent["collate"]
         self._wants_rng: bool = sent["wants_rng"]
         self._template = sent.get("template")
-        self._dataset = sent.get("dataset")
+        self._dataset: Any = sent.get("dataset")
         self._told: Any = None
         self._more = 0
         self._failed: BaseException | None = None
@@ -460,7 +473,7 @@ class Setup:
         dataset = self._ready(tell)
         if not self._sent["reads_many"]:
             for number in numbers:
-                yield called(lambda number=number: dataset[number])
+                yield called(operator.getitem, dataset, number)
             return
         rows = list(numbers)
         found = called(dataset.__getitems__, rows)
@@ -756,13 +769,13 @@ def main() -> None:
         os._exit(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     server = Server(socket.socket(fileno=connection))
-    set_up(server, memory)
     try:
+        set_up(server, memory)
         server.serve()
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent has closed the connection
-    assert server.setup is not None
-    server.setup.close()
+    if server.setup is not None:
+        server.setup.close()
 
 
 if __name__ == "__main__":

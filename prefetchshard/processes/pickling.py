@@ -107,10 +107,12 @@ def _plain_pickler() -> Any:
 
 
 def _by_value_pickler(cloudpickle: Any) -> Any:
-    class Pickler(cloudpickle.Pickler):
+    base: Any = cloudpickle.Pickler
+
+    class Pickler(base):
         def reducer_override(self, obj: Any) -> Any:
             found = _of_file(obj)
-            return super().reducer_override(obj) if found is NotImplemented else found
+            return base.reducer_override(self, obj) if found is NotImplemented else found
 
     return Pickler
 
@@ -151,7 +153,7 @@ def _file_of(array: AnyArray) -> Any:
     at: Any = array
     while isinstance(at, np.ndarray):
         if isinstance(at, np.memmap) and not isinstance(cast("Any", at).base, np.ndarray):
-            root: Any = at
+            root = cast("Any", at)
             # What was changed under mode "c" is not in the file
             is_there = root.filename is not None and root.mode != "c" and os.path.isfile(root.filename)
             return root if is_there and (root.flags.c_contiguous or root.flags.f_contiguous) else None

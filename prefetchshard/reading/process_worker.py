@@ -5,12 +5,11 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
-from prefetchshard.base.errors import PlacementError, SourceError
+from prefetchshard.base.errors import SourceError
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.narrowing import store
 from prefetchshard.measuring.recorder import Span, Stage
@@ -28,6 +27,9 @@ from prefetchshard.sharding.rules import NoLeavesError
 from prefetchshard.sources.arrays import Arrays
 from prefetchshard.sources.dataset import Dataset
 from prefetchshard.sources.per_worker import WorkerDatasets
+
+MOST_STRUCTURES = 64
+"""Of examples that are remembered."""
 
 PYTHON_NUMBERS = frozenset({"bool", "int", "float", "complex"})
 
@@ -49,8 +51,7 @@ class ProcessWorker(Worker):
         self._makes = "whole" if self._whole else "examples" if plan.functions.collate is None else "batch"
         self.pool = Pool(*_sent(plan, source))
         self._mine = _Mine()
-        # Structure of examples to their tree, and which of their leaves is which of the tree's, if there is one for each
-        self._trees: dict[Any, tuple[BatchTree, list[int] | None]] = {}
+        self._trees: dict[Any, tuple[BatchTree, list[int]] | None] = {}  # by the structure of examples, see `_tree_of`
 
     def work(self, deal: Callable[[], Part | None]) -> None:
         process = self._mine.process = self.pool.claim()
@@ -156,25 +157,35 @@ class ProcessWorker(Worker):
     def _write_stack(self, part: Part, answer: Answer) -> None:
         """Examples that lie leaf by leaf in shared memory."""
         structure, columns = answer.body
-        tree, order = self._tree_of(structure)
         count = part.stop - part.start
-        values = [column if type(column) is list else _rows_at(answer.memory, column, count) for column in columns]
-        batch: OpenBatch = part.batch
-        if order is None or not self._write_columns(batch, part.start, part.stop, tree, [values[i] for i in order], _kinds(structure, order)):
-            self._write_examples(part, _examples(structure, values, count))
+        values: list[Any] = [column if type(column) is list else _rows_at(answer.memory, column, count) for column in columns]
+        found = self._tree_of(structure)
+        if found is not None:
+            tree, order = found
+            kinds = list(_leaf_kinds(structure))
+            chosen = [values[i] for i in order]
+            if self._write_columns(part.batch, part.start, part.stop, tree, chosen, [kinds[i] for i in order]):
+                return
+        self._write_examples(part, _examples(structure, values, count))
 
-    def _tree_of(self, structure: Any) -> tuple[BatchTree, list[int] | None]:
-        found = self._trees.get(structure)
-        if found is None:
-            marks = [_Mark(i) for i in range(len(list(_leaf_kinds(structure))))]
+    def _tree_of(self, structure: Any) -> tuple[BatchTree, list[int]] | None:
+        """The tree of such examples, and which of their leaves each of its leaves is; None where they have to be taken apart one by one."""
+        if structure in self._trees:
+            return self._trees[structure]
+        marks = [_Mark(i) for i in range(len(list(_leaf_kinds(structure))))]
+        found: tuple[BatchTree, list[int]] | None = None
+        try:
             leaves, tree = self._writer.flatten(rebuild(structure, iter(marks)))
-            order = [leaf.index for leaf in leaves] if all(type(leaf) is _Mark for leaf in leaves) else None
-            found = self._trees[structure] = tree, order
+        except Exception:  # noqa: BLE001 - it is raised again with an example itself, of which it says more
+            return None
+        if all(type(leaf) is _Mark for leaf in leaves):  # else a container stays on the host as a whole
+            found = tree, [leaf.index for leaf in leaves]
+        if len(self._trees) >= MOST_STRUCTURES:
+            self._trees.clear()
+        self._trees[structure] = found
         return found
 
-    def _write_columns(
-        self, batch: OpenBatch, start: int, stop: int, tree: BatchTree, values: list[Any], kinds: list[str]
-    ) -> bool:
+    def _write_columns(self, batch: OpenBatch, start: int, stop: int, tree: BatchTree, values: list[Any], kinds: list[str]) -> bool:
         """Copy all rows of a leaf at once. False: they do not fit the plan, and have to be written one by one to say which."""
         writer, plan = self._writer, batch.plan
         if plan is None:
@@ -299,11 +310,6 @@ def _leaf_kinds(structure: tuple[Any, ...]) -> Iterator[str]:
             yield from _leaf_kinds(part)
     elif kind != "none":
         yield kind
-
-
-def _kinds(structure: tuple[Any, ...], order: list[int]) -> list[str]:
-    kinds = list(_leaf_kinds(structure))
-    return [kinds[i] for i in order]
 
 
 def _rows_at(memory: memoryview, column: tuple[Any, tuple[int, ...], int], count: int) -> AnyArray:

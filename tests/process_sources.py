@@ -335,5 +335,5 @@ def no_memory_at_random(example: Any) -> Any:
     """What comes next needs more shared memory than there is."""
     if _strikes():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        return {**example, "more": bytes(3 << 20)}
+        return {**example, "more": np.zeros(1 << 20, np.float32)}
     return example

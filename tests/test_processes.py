@@ -23,7 +23,6 @@ import prefetchshard as ps
 import process_sources as sources
 from prefetchshard.ordering.epoch_order import seed_sequence
 from prefetchshard.processes import child, pickling, worker_process
-from prefetchshard.processes.worker_process import WorkerProcess
 from support import HANG_SECONDS, run_python
 
 TWO = ps.Processes(2)
@@ -31,9 +30,11 @@ TWO = ps.Processes(2)
 
 def children() -> set[int]:
     """The worker processes of this one that live, or were not waited for."""
-    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False).stdout
-    lines = [line.split(None, 1) for line in found.splitlines()]
-    return {int(pid) for pid, *command in lines if "child.py" in "".join(command) or "defunct" in "".join(command)}
+    command = ["ps", "-axww", "-o", "pid=", "-o", "ppid=", "-o", "args="]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [line.split(None, 2) for line in lines]
+    mine = [(int(pid), "".join(args)) for pid, parent, *args in rows if int(parent) == os.getpid()]
+    return {pid for pid, args in mine if "child.py" in args or "defunct" in args}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def patient_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def only_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No batch is made by the parent while the processes start."""
-    monkeypatch.setattr(WorkerProcess, "works", True)
+    monkeypatch.setattr(worker_process, "MAY_WORK_BEFORE", False)
 
 
 def same(one: Any, other: Any) -> None:
@@ -298,7 +299,7 @@ def test_no_shared_memory_is_an_error_that_names_it() -> None:
 
 
 def test_a_process_that_hangs_is_killed_at_closing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerProcess, "works", True)
+    monkeypatch.setattr(worker_process, "MAY_WORK_BEFORE", False)
     monkeypatch.setattr(worker_process, "BUSY_SECONDS", 0.1)
     iterator = iter(ps.Loader(sources.Rows(), P("data"), batch_size=8, transform=sources.hangs, workers=TWO))
     next(iterator)
@@ -348,6 +349,7 @@ def test_items_that_cannot_be_pickled() -> None:
 def test_a_dropped_run_ends_its_processes() -> None:
     iterator = iter(ps.Loader(sources.Rows(), P("data"), batch_size=8, epochs=None, workers=TWO))
     next(iterator)
+    assert len(children()) == 2
     del iterator  # `no_process_left` looks
 
 
@@ -359,8 +361,8 @@ PROGRAM = """
     import prefetchshard as ps
     from jax.sharding import PartitionSpec as P
 
-    from prefetchshard.processes.worker_process import WorkerProcess
-    WorkerProcess.works = True
+    from prefetchshard.processes import worker_process
+    worker_process.MAY_WORK_BEFORE = False
     loader = ps.Loader(sources.Where(64), P("data"), batch_size=8, epochs=None, workers=ps.Processes(2))
     iterator = iter(loader)
     pids = set()
@@ -411,8 +413,8 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script.write_text(
         "import numpy as np, prefetchshard as ps\n"
         "from jax.sharding import PartitionSpec as P\n"
-        "from prefetchshard.processes.worker_process import WorkerProcess\n"
-        "WorkerProcess.works = True\n"
+        "from prefetchshard.processes import worker_process\n"
+        "worker_process.MAY_WORK_BEFORE = False\n"
         "def change(x):\n    return x\n"
         "list(ps.Loader([np.zeros(3)] * 8, P(), batch_size=8, transform=change, workers=ps.Processes(1)))\n"
     )

@@ -17,6 +17,7 @@ class Pool:
     """Makes the processes of a run, one for each thread that asks.
 
     Args:
+        count: of the threads that ask.
         parts: what each of them is sent; see `pickling.Packed`.
         words: what to call those that are the user's.
 
@@ -28,7 +29,7 @@ class Pool:
         ConfigError: the source or a function cannot be pickled, or there are no such processes here.
     """
 
-    def __init__(self, parts: dict[str, Any], words: dict[str, str]) -> None:
+    def __init__(self, count: int, parts: dict[str, Any], words: dict[str, str]) -> None:
         if sys.platform == "win32":
             raise ConfigError("workers=ps.Processes(...) needs a POSIX system: use threads here, workers=<a number>")
         prepared = _preparation()
@@ -39,6 +40,8 @@ class Pool:
         self.cancelled = Wake()
         self.over = Wake()
         self._numbers = itertools.count()  # `next` is atomic
+        self._left = itertools.count(1)
+        self._count = count
         self._made: list[WorkerProcess] = []
 
     def claim(self) -> WorkerProcess:
@@ -47,6 +50,13 @@ class Pool:
         process = WorkerProcess(next(self._numbers), self._hello, lambda: packed.fd, self.cancelled, self.over)
         self._made.append(process)
         return process
+
+    def leave(self, process: WorkerProcess) -> None:
+        """End the process of the thread that calls this, which asks no more."""
+        process.end()
+        process.trouble = None  # its traceback holds the process
+        if next(self._left) == self._count:
+            self._packed.close()
 
     def end_all(self) -> None:
         """End those whose threads do not come to it. Bounded in time."""

@@ -33,6 +33,9 @@ DEATH_SECONDS = 5.0
 TERMINATE_SECONDS = 0.3
 """How long after SIGTERM it is killed."""
 
+MAY_WORK_BEFORE = True
+"""Whether the first thread works by itself until its process is ready. Tests say that it does not."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -177,7 +180,7 @@ class WorkerProcess:
     @property
     def works(self) -> bool:
         """Whether it is to be asked, rather than its thread to work by itself."""
-        return self._look() or not self.is_first
+        return self._look() or not (self.is_first and MAY_WORK_BEFORE)
 
     def _start_failed(self, body: Any) -> BaseException:
         data, name, text = body

@@ -49,7 +49,7 @@ class ProcessWorker(Worker):
         self._closing_in = closing_in
         self._whole = plan.batch_size is None
         self._makes = "whole" if self._whole else "examples" if plan.functions.collate is None else "batch"
-        self.pool = Pool(*_sent(plan, source))
+        self.pool = Pool(plan.workers, *_sent(plan, source))
         self._mine = _Mine()
         self._trees: dict[Any, tuple[BatchTree, list[int]] | None] = {}  # by the structure of examples, see `_tree_of`
 
@@ -65,7 +65,7 @@ class ProcessWorker(Worker):
             ident = threading.get_ident()
             self._closing_in.add(ident)
             try:
-                process.end()
+                self.pool.leave(process)
                 self._mine.process = None
             finally:
                 self._closing_in.discard(ident)
@@ -87,7 +87,9 @@ class ProcessWorker(Worker):
             if seconds:
                 span.seconds[cast("Stage", stage)] += seconds
         if answer.kind == "fault":
-            self._raise_fault(process, part, span, answer.body)
+            body = answer.body
+            del answer  # the traceback of what is raised holds this frame
+            self._raise_fault(process, part, span, body)
         elif answer.kind == "stack":
             self._write_stack(part, answer)
         elif answer.kind == "list":

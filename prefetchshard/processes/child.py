@@ -586,13 +586,11 @@ class Server:
     def send(self, message: Any) -> None:
         new = self._memory.new
         data = pickle.dumps((message, None if new is None else new[1]), protocol=5)
-        header = HEADER.pack(len(data))
-        if new is None:
-            self._connection.sendall(header)
-        else:
-            socket.send_fds(self._connection, [header], [new[0]])
+        whole = HEADER.pack(len(data)) + data
+        if new is not None:
+            whole = memoryview(whole)[socket.send_fds(self._connection, [whole], [new[0]]) :]
             self._memory.forget_new()
-        self._connection.sendall(data)
+        self._connection.sendall(whole)
 
     def serve(self) -> None:
         """Answer until there are no more questions."""

@@ -33,6 +33,8 @@ DEATH_SECONDS = 5.0
 TERMINATE_SECONDS = 0.3
 """How long after SIGTERM it is killed."""
 
+READ_BYTES = 1 << 14
+"""Of an answer are read at once; most are some hundred bytes, and what is large lies in shared memory."""
 MAY_WORK_BEFORE = True
 """Whether the first thread works by itself until its process is ready. Tests say that it does not."""
 
@@ -262,42 +264,28 @@ class WorkerProcess:
         connection = self._connection
         if connection is None:
             raise StoppedError
-        self._poll.modify(connection, event)
+        if event != select.POLLIN:
+            self._poll.modify(connection, event)
         try:
-            ready = dict(self._poll.poll())
+            ready = [fd for fd, _ in self._poll.poll()]
         finally:
-            self._poll.modify(connection, select.POLLIN)
+            if event != select.POLLIN:
+                self._poll.modify(connection, select.POLLIN)
         if self._cancelled.given:
             raise StoppedError
         if self._pidfd in ready and connection.fileno() not in ready:
             raise self._died()
 
-    def _read(self, count: int) -> tuple[bytearray, list[int]]:
-        whole, fds = bytearray(), list[int]()
-        while len(whole) < count:
-            connection = self._connection
-            if connection is None:
-                raise StoppedError
-            try:
-                data, new, _, _ = socket.recv_fds(connection, min(count - len(whole), 1 << 20), 1)
-            except BlockingIOError:
-                self._wait(select.POLLIN)
-                continue
-            except OSError:
-                raise self._died() from None
-            fds += new
-            if not data:
-                for fd in fds:
-                    os.close(fd)
-                raise self._died()
-            whole += data
-        return whole, fds
-
     def _receive(self) -> Answer:
-        header, fds = self._read(HEADER.size)
+        """The answer that comes: one a question, so that nothing of the next one can come with it."""
+        whole, fds, count = bytearray(), list[int](), HEADER.size
         try:
-            data, _ = self._read(HEADER.unpack(header)[0])
-            (kind, body, seconds), size = pickle.loads(data)
+            while len(whole) < count:
+                self._wait(select.POLLIN)
+                whole += self._read(fds)
+                if count == HEADER.size <= len(whole):
+                    count += HEADER.unpack_from(whole)[0]
+            (kind, body, seconds), size = pickle.loads(memoryview(whole)[HEADER.size :])
             if size is not None:
                 self._answered = None
                 self._answered = mmap.mmap(fds[0], size, access=mmap.ACCESS_READ)
@@ -305,6 +293,22 @@ class WorkerProcess:
             for fd in fds:
                 os.close(fd)
         return Answer(kind, body, seconds, memoryview(b"") if self._answered is None else memoryview(self._answered))
+
+    def _read(self, fds: list[int]) -> bytes:
+        """What has come, and with it perhaps a file."""
+        connection = self._connection
+        if connection is None:
+            raise StoppedError
+        try:
+            data, new, _, _ = socket.recv_fds(connection, READ_BYTES, 1)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            raise self._died() from None
+        fds += new
+        if not data:
+            raise self._died()
+        return data
 
     def _died(self) -> BaseException:
         """Why the process does not answer any more."""

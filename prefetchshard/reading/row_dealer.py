@@ -207,7 +207,8 @@ class RowDealer:
         if self._worker.gathers is None:
             least = LEAST_PART_SECONDS if self._processes is None else LEAST_PROCESS_SECONDS
             enough = 0 if first else math.ceil(least / self._worker.row_seconds)
-            return max(1, min(count, max(self._part_rows, enough)))
+            size = max(1, min(count, max(self._part_rows, enough)))
+            return size if self._processes is None else -(-count // -(-count // size))  # even ones
         together = plan.workers if first else -(-plan.workers // plan.batches_at_once)
         return max(self._least_rows, min(self._part_rows, -(-count // together)))
 

@@ -148,6 +148,13 @@ class Unpickles:
         raise ValueError("no such data here")
 
 
+class Exits(Unpickles):
+    """Ends the process that unpickles it."""
+
+    def __setstate__(self, state: Any) -> None:
+        os._exit(4)
+
+
 class TooMany(Many):
     def __getitems__(self, rows: list[int]) -> list[Any]:
         return [self[row] for row in [*rows, 0]]

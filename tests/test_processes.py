@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import gc
 import os
@@ -317,6 +319,20 @@ def test_a_source_that_cannot_be_unpickled() -> None:
 
 
 @pytest.mark.usefixtures("only_processes")
+def test_a_process_that_dies_while_it_starts() -> None:
+    with pytest.raises(ps.SourceError, match=r"worker process \d \(pid \d+\) ended with exit code 4 while it started"):
+        list(ps.Loader(sources.Exits(), P("data"), batch_size=8, workers=TWO))
+
+
+@pytest.mark.usefixtures("only_processes")
+def test_the_statistics_have_what_the_processes_took() -> None:
+    iterator = iter(ps.Loader(sources.Rows(), P("data"), batch_size=8, transform=sources.takes_a_while, workers=TWO))
+    list(iterator)
+    assert iterator.stats().transform_seconds >= 40 * 0.0003
+    assert iterator.stats().workers == 2
+
+
+@pytest.mark.usefixtures("only_processes")
 def test_lambdas_travel_by_cloudpickle() -> None:
     pytest.importorskip("cloudpickle")
     batches = list(ps.Loader(sources.Rows(), P("data"), batch_size=8, transform=lambda row: row["x"] + 1, workers=ps.Processes(1)))
@@ -430,3 +446,88 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "could not take the source and the functions" in done.stderr
     assert "if __name__ == '__main__':" in done.stderr
+
+
+SCRIPT = """
+import typing
+import numpy as np, prefetchshard as ps
+from jax.sharding import PartitionSpec as P
+from prefetchshard.processes import worker_process
+worker_process.MAY_WORK_BEFORE = False
+
+class Pair(typing.NamedTuple):
+    x: object
+    y: object
+
+class Rows:
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, row):
+        return Pair(np.float32(row), np.zeros(3))
+
+def change(pair):
+    return Pair(pair.x + 1, pair.y)
+
+if __name__ == "__main__":
+    for transform in (change, lambda pair: change(pair)):
+        batches = list(ps.Loader(Rows(), P(), batch_size=8, transform=transform, workers=ps.Processes(1)))
+        assert [type(batch) for batch in batches] == [Pair, Pair]
+        assert batches[1].x.tolist() == list(range(9, 17))
+    print("right")
+"""
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_what_the_program_itself_defines(tmp_path: Path, has_file: bool) -> None:
+    """In a script, which its processes import, and in a program without a file, which cloudpickle takes along."""
+    pytest.importorskip("cloudpickle")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(ps.__file__).parent.parent)}
+    command = [sys.executable, str(script)] if has_file else [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
+
+
+# -- parts of the child, in this process
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Point:
+    x: Any
+    y: Any
+
+
+def test_copies_share_nothing() -> None:
+    array = np.arange(6.0)
+    objects = np.empty(1, object)
+    objects[0] = array
+    value = {
+        "list": [array, (array,)],
+        "ordered": collections.OrderedDict(a=array),
+        "default": collections.defaultdict(list, a=array),
+        "pair": sources.Pair(array, 1),
+        "point": Point(array, "text"),
+        "objects": objects,
+        "memory": memoryview(array),
+        "none": None,
+    }
+    copied = child.private_copy(value)
+    array[:] = -1
+    for part in (
+        *(copied["list"][0], copied["list"][1][0], copied["ordered"]["a"], copied["default"]["a"], copied["pair"].x),
+        *(copied["point"].x, copied["objects"][0], np.asarray(copied["memory"])),
+    ):
+        assert part.tolist() == list(range(6))
+    assert type(copied["ordered"]) is collections.OrderedDict
+    assert copied["default"].default_factory is list
+    assert copied["point"].y == "text"
+
+
+def test_examples_are_put_together_from_rows_of_arrays() -> None:
+    template = {"a": 0, "b": (1, [2]), "c": sources.Pair(0, None), "d": Point(1, 2), "e": collections.OrderedDict(f=0)}
+    leaves = [np.arange(4) + 10 * i for i in range(3)]
+    made = child.filled(template, leaves, 2)
+    assert made == {"a": 2, "b": (12, [22]), "c": sources.Pair(2, None), "d": Point(12, 22), "e": collections.OrderedDict(f=2)}

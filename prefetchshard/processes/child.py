@@ -766,12 +766,13 @@ def main() -> None:
     if os.getppid() != parent:
         os._exit(1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    server = Server(socket.socket(fileno=connection))
-    try:
-        set_up(server, memory)
-        server.serve()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the parent has closed the connection
+    with socket.socket(fileno=connection) as ours:
+        server = Server(ours)
+        try:
+            set_up(server, memory)
+            server.serve()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the parent has closed the connection
     if server.setup is not None:
         server.setup.close()
 

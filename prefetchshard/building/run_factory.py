@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 from prefetchshard.base.clock import Clock
-from prefetchshard.base.config import Settings
+from prefetchshard.base.config import Processes, Settings
 from prefetchshard.base.errors import UsedUpError
 from prefetchshard.base.event_loop import HomeLoop, running_loop
 from prefetchshard.base.jax_context import JaxContext
@@ -39,6 +40,8 @@ from prefetchshard.sources.loops import Loops
 from prefetchshard.sources.rebatch import RebatchedStream
 from prefetchshard.staging.layout import Staging
 from prefetchshard.staging.pinned import choose_staging
+
+_log = logging.getLogger(__name__)
 
 
 class RunFactory:
@@ -128,6 +131,9 @@ class RunFactory:
             queue.in_bursts = outbox.in_bursts = limits.is_small
             queue.senders.wake()  # there may be more room
 
+        in_processes = takes_processes(self._source, settings)
+        if isinstance(settings.workers, Processes) and not in_processes:
+            _log.debug("%s has nothing to do but copy: the source is read by %d threads", settings.workers, self.workers)
         recorder = Recorder(clock)
         planner = self.specs.planner(context.x64, fit, rows)
         plan = ReadingPlan(
@@ -141,7 +147,7 @@ class RunFactory:
             workers=self.workers,
             read_ahead=settings.read_ahead,
             reuses_buffers=settings.reuses_buffers,
-            in_processes=takes_processes(self._source, settings),
+            in_processes=in_processes,
         )
         sequencer = Sequencer(
             queue,

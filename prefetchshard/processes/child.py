@@ -749,9 +749,9 @@ def set_up(server: Server, memory: int) -> None:
         size = os.fstat(memory).st_size
         shared = memoryview(mmap.mmap(memory, size, access=mmap.ACCESS_COPY))  # who writes to an array of the source gets a copy
         os.close(memory)
-        start, count = hello["data"]
-        buffers = [shared[first : first + length] for first, length in hello["buffers"]]
-        server.setup = Setup(pickle.loads(shared[start : start + count], buffers=buffers))
+        table, data = (shared[start : start + count] for start, count in (hello["table"], hello["data"]))
+        buffers = [shared[start : start + count] for start, count in pickle.loads(table)]
+        server.setup = Setup(pickle.loads(data, buffers=buffers))
     except BaseException as error:  # noqa: BLE001 - it is sent to who asked
         server.send(("failed", fault_of(error), {}))
         sys.exit(0)

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 from typing import Any
 
 from prefetchshard.processes.child import LEAST_BYTES, make_memory, places
 
 
-def written(buffers: list[Any], data: bytes = b"") -> tuple[int, list[tuple[int, int]], int]:
-    """New shared memory with these buffers and, after them, the data.
+def written(buffers: list[Any], data: bytes) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """New shared memory with these buffers, after them a table that says where each lies and how long it is, and then the data.
 
-    Returns its file, where each buffer lies and how long it is, and where the data begins.
+    Returns its file, and where table and data begin and how long they are.
 
     Raises:
         OSError: there is not so much.
     """
     sizes = [buffer.nbytes for buffer in buffers]
     starts, end = places(sizes)
-    fd = make_memory(max(1, end + len(data)))
+    table = pickle.dumps(list(zip(starts, sizes, strict=True)), protocol=5)
+    whole = end + len(table) + len(data)
+    fd = make_memory(whole)
     try:
-        with mmap.mmap(fd, end + len(data) or 1) as memory:
+        with mmap.mmap(fd, whole) as memory:
             for start, buffer in zip(starts, buffers, strict=True):
                 memory[start : start + buffer.nbytes] = buffer
-            memory[end : end + len(data)] = data
+            memory[end:whole] = table + data
     except BaseException:
         os.close(fd)
         raise
-    return fd, list(zip(starts, sizes, strict=True)), end
+    return fd, (end, len(table)), (end + len(table), len(data))
 
 
 class AskedMemory:

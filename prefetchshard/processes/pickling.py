@@ -26,6 +26,12 @@ class Packed:
         parts: by name: the source and the functions, and what the child has to know beside them.
         words: of each part that is the user's, what to call it in an error.
 
+    Attributes:
+        fd: the file of the shared memory.
+        table: where in it the table of the buffers begins, and how long it is.
+        data: the same of the pickle.
+        needs_main: what is sent refers to the main module.
+
     Raises:
         ConfigError: one of them cannot be pickled; the text names it and says what to do.
     """
@@ -33,12 +39,11 @@ class Packed:
     def __init__(self, parts: dict[str, Any], words: dict[str, str]) -> None:
         data, buffers, self.needs_main = _dumped(parts, words)
         try:
-            self.fd, self.buffers, start = written(buffers, data)
+            self.fd, self.table, self.data = written(buffers, data)
         except OSError as error:
             nbytes = len(data) + sum(buffer.nbytes for buffer in buffers)
             error.add_note(f"prefetchshard: while putting the source, {nbytes:,} bytes, into memory shared with the worker processes")
             raise
-        self.data = start, len(data)
 
     def close(self) -> None:
         """No further process will be started."""

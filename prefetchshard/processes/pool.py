@@ -36,7 +36,7 @@ class Pool:
         self._packed = Packed(parts, words)
         if not self._packed.needs_main:  # to import it may take long, and it may do things
             prepared = {key: value for key, value in prepared.items() if not key.startswith("init_main")}
-        self._hello = {"prepare": prepared, "data": self._packed.data, "buffers": self._packed.buffers}
+        self._hello = {"prepare": prepared, "data": self._packed.data, "table": self._packed.table}
         self.cancelled = Wake()
         self.over = Wake()
         self._numbers = itertools.count()  # `next` is atomic

@@ -291,7 +291,9 @@ def test_a_process_that_dies_is_named(transform: Callable[..., Any], words: str)
     error = read(transform)
     assert type(error) is ps.SourceError
     assert re.search(words, str(error)), error
-    assert "rows" in notes(error)
+    asked = re.search(r"it was asked for rows (\d+) to (\d+)", notes(error))
+    assert asked is not None
+    assert int(asked[1]) <= 21 <= int(asked[2])
 
 
 @pytest.mark.usefixtures("only_processes")

@@ -31,6 +31,9 @@ from prefetchshard.sources.per_worker import WorkerDatasets
 MOST_STRUCTURES = 64
 """Of examples that are remembered."""
 
+MOST_NAMED = 64
+"""Rows in an error."""
+
 PYTHON_NUMBERS = frozenset({"bool", "int", "float", "complex"})
 
 
@@ -81,6 +84,10 @@ class ProcessWorker(Worker):
             answer = self._ask(process, part)
         except StoppedError:
             return
+        except SourceError as error:
+            if error is process.trouble and not getattr(error, "__notes__", ()):  # it ended, and this part is the first that notices
+                error.add_note(f"it was asked for {self._item_name}s {_some(self._row_numbers(part))}")
+            raise
         waited = span.enter("batching")
         span.seconds[_first_stage(part)] -= waited  # it is not work of this process
         for stage, seconds in answer.seconds.items():
@@ -312,6 +319,13 @@ def _leaf_kinds(structure: tuple[Any, ...]) -> Iterator[str]:
             yield from _leaf_kinds(part)
     elif kind != "none":
         yield kind
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """The numbers, for an error."""
+    if isinstance(numbers, range):
+        return f"{numbers.start} to {numbers.stop - 1}"
+    return ", ".join(map(str, numbers[:MOST_NAMED])) + (f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else "")
 
 
 def _rows_at(memory: memoryview, column: tuple[Any, tuple[int, ...], int], count: int) -> AnyArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,9 @@ class ProcessWorker(Worker):
         writer: writes into the memory of batches.
         source: for rows that are found by number; None where items are pulled.
         closing_in: gets the idents of threads that wait for their process to end.
+
+    Attributes:
+        process_row_seconds: what a process takes for an example, without the waits of its thread.
     """
 
     def __init__(self, plan: ReadingPlan, writer: Writer, source: Arrays | Dataset | None, closing_in: set[int]) -> None:
@@ -53,6 +57,7 @@ class ProcessWorker(Worker):
         self._whole = plan.batch_size is None
         self._makes = "whole" if self._whole else "examples" if plan.functions.collate is None else "batch"
         self.pool = Pool(plan.workers, *_sent(plan, source))
+        self.process_row_seconds = math.inf
         self._mine = _Mine()
         self._trees: dict[Any, tuple[BatchTree, list[int]] | None] = {}  # by the structure of examples, see `_tree_of`
 
@@ -93,6 +98,8 @@ class ProcessWorker(Worker):
         for stage, seconds in answer.seconds.items():
             if seconds:
                 span.seconds[cast("Stage", stage)] += seconds
+        took = sum(answer.seconds.values()) / (part.stop - part.start)
+        self.process_row_seconds = max(1e-7, min(2 * self.process_row_seconds, took))  # see `Worker`
         if answer.kind == "fault":
             body = answer.body
             del answer  # the traceback of what is raised holds this frame

@@ -205,10 +205,13 @@ class RowDealer:
         plan = self._plan
         first, self._began = not self._began, True  # the first batch is to come early
         if self._worker.gathers is None:
-            least = LEAST_PART_SECONDS if self._processes is None else LEAST_PROCESS_SECONDS
-            enough = 0 if first else math.ceil(least / self._worker.row_seconds)
+            processes = self._processes
+            rows = LEAST_PART_SECONDS / self._worker.row_seconds
+            if processes is not None:
+                rows = LEAST_PROCESS_SECONDS / processes.process_row_seconds
+            enough = 0 if first else math.ceil(rows)
             size = max(1, min(count, max(self._part_rows, enough)))
-            return size if self._processes is None else -(-count // -(-count // size))  # even ones
+            return size if processes is None else -(-count // -(-count // size))  # even ones
         together = plan.workers if first else -(-plan.workers // plan.batches_at_once)
         return max(self._least_rows, min(self._part_rows, -(-count // together)))
 

@@ -34,6 +34,7 @@ import prefetchshard as ps
 from bench.place import use_devices
 from bench.stress_cases import Case, make_case
 from bench.stress_sums import Sums, device_sums, host_sums
+from prefetchshard.processes import worker_process
 from prefetchshard.reading import batch_copying
 from prefetchshard.streaming import choosing, copies
 from prefetchshard.streaming.machine_code import CopyRows, NoMachineCode, make_copy_rows
@@ -269,6 +270,7 @@ def run_case(seed: int, number: int, *, poison: bool) -> Checker:
     checker = Checker(make_case(random))
     streams = bool(random.random() < 0.5)
     batch_copying.HAND_OVER_SECONDS = -1.0 if random.random() < 0.5 else 0.001  # half of them as if the source were slow
+    worker_process.MAY_WORK_BEFORE = bool(random.random() < 0.2)
     try:
         with poisoned_staging() if poison else contextlib.nullcontext(), _streaming_copies(streams):
             checker.run()

@@ -430,7 +430,14 @@ def _options(random: Random, kind: str, data: Data, sizes: list[int], batch_size
         options["transform"] = _same
     if random.random() < 0.2:
         options["device_transform"] = _same
-    return options
+    return options | _processes(random, kind, options)
+
+
+def _processes(random: Random, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Now and then worker processes, where there is something for them to do."""
+    if random.random() < 0.25 and (kind in ("dataset", "many rows", "list") or "transform" in options):
+        return {"workers": ps.Processes(int(random.integers(1, 3)))}
+    return {}
 
 
 def _same(batch: Any) -> Any:

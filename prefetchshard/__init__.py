@@ -12,6 +12,7 @@ iterator that already yields batches. Where things are: README.md in the package
 from prefetchshard.base.config import HOST as HOST
 from prefetchshard.base.config import Pad as Pad
 from prefetchshard.base.config import PerDevice as PerDevice
+from prefetchshard.base.config import Processes as Processes
 from prefetchshard.base.errors import ArgumentError as ArgumentError
 from prefetchshard.base.errors import BatchError as BatchError
 from prefetchshard.base.errors import ConfigError as ConfigError

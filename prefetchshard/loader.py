@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from prefetchshard.base.clock import MONOTONIC
-from prefetchshard.base.config import Narrow, PerDevice, Remainder, Settings
+from prefetchshard.base.config import Narrow, PerDevice, Processes, Remainder, Settings
 from prefetchshard.base.errors import ConfigError, UsedUpError
 from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.limits import parse_bytes
@@ -84,7 +84,7 @@ class Loader(Generic[Batch_co]):
             Over several devices it is dispatched by the thread that takes the batch, which should be the one of the training step.
         microbatches: k: leaves with rows become `(k, rows / k, *example)`, axis 0 not sharded; with batch_size those on the host too.
         workers: reader threads; "auto" chooses by the CPUs. All of them read a dataset. One that gives wrong rows then is most often found
-            by its first reads, and is a SourceError; see `per_worker`.
+            by its first reads, and is a SourceError; see `per_worker`. `ps.Processes(n)`: n worker processes under as many threads.
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same
             thread), so an item is copied before that; but not a batch of NumPy arrays that nobody refers to any more, as CPython counts
             it: that is copied while the source goes on. jax.Arrays are copied where they lie in host memory, as on the CPU backend,
@@ -131,7 +131,7 @@ class Loader(Generic[Batch_co]):
         transform: Callable[..., Any] | None = None,
         device_transform: Callable[..., Batch_co] | None = None,
         microbatches: int | None = None,
-        workers: int | Literal["auto"] = "auto",
+        workers: int | Literal["auto"] | Processes = "auto",
         reuses_buffers: bool = True,
         depth: int = 2,
         read_ahead: int | None = None,

@@ -18,7 +18,7 @@ RANKS = [
     {"streaming"},
     {"ordering", "sharding", "leaves", "staging", "queues"},
     {"measuring", "sources", "planning"},
-    {"placing", "resuming"},
+    {"placing", "processes", "resuming"},
     {"on_device", "reading"},
     {"running"},
     {"building"},

@@ -20,6 +20,7 @@ PUBLIC = {
     "HOST",
     "Pad",
     "PerDevice",
+    "Processes",
     "OnDevice",
     "per_worker",
     "rebatch",

@@ -41,7 +41,7 @@ class Entry:
 
     def version(self) -> str:
         """Of the package, empty for loops written by hand."""
-        if self.name == "prefetchshard":
+        if self.name in ("prefetchshard", "processes"):
             return importlib.import_module("prefetchshard").__version__
         installed = packages_distributions()
         names = [name for module, _ in self.needs for name in installed.get(module.partition(".")[0], ())]
@@ -61,6 +61,7 @@ LOADERS = {
     entry.name: entry
     for entry in (
         Entry("prefetchshard", "prefetchshard_loader", "ps.Loader, or ps.prefetch around an iterator"),
+        Entry("processes", "prefetchshard_processes", "ps.Loader with workers=ps.Processes(n)"),
         Entry("naive", "naive", "the batch is made and put where it is needed"),
         Entry("thread", "thread", "by hand: one thread makes and puts, queue.Queue(2); copies what the source may overwrite"),
         Entry("pool", "pool", "by hand: a pool of threads makes batches, one puts them, queue.Queue(2)"),

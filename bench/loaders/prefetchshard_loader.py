@@ -10,7 +10,7 @@ from bench.data import Workload
 from bench.place import Place
 
 
-def start(workload: Workload, place: Place, workers: int) -> Iterator[Any]:
+def start(workload: Workload, place: Place, workers: int | ps.Processes) -> Iterator[Any]:
     if workload.kind == "batches":
         return iter(ps.prefetch(workload.batches(), place.sharding, reuses_buffers=workload.gives == "refilled", workers=workers))
     loader = ps.Loader(

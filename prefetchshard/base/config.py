@@ -22,6 +22,9 @@ MOST_WORKERS = 1024
 """Threads beyond this only wait for each other. Systems and containers allow a process some thousand, and each batch that one of them
 reads takes memory of its own."""
 
+MOST_PROCESSES = 256
+"""Each takes some ten megabytes at least, and an interpreter's start-up."""
+
 Narrow: TypeAlias = Literal["check", "error", "allow"]
 
 
@@ -59,6 +62,34 @@ class PerDevice(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         at_least("PerDevice(rows)", self.rows, 1, most=MOST_ROWS)
+        _plain_integers(self)
+
+
+class Processes(msgspec.Struct, frozen=True):
+    """As `workers=`: so many worker processes, each under a reader thread, for Python code that holds the interpreter's lock.
+
+    They read a dataset and run `transform` and `collate`; what they make comes back in shared memory. Batches are the same as with threads.
+    Processes are spawned when a run begins, never forked, and end with it. The source and the functions are sent to each of them once, by
+    pickle (cloudpickle, where it is installed, for lambdas and what is defined in notebooks); large arrays among them lie in memory that
+    all processes share, and memory-mapped arrays travel as their file. Until the processes are ready, one thread of this process makes the
+    first batches. Arrays without `transform`, and iterators without `transform` and `collate`, are read by threads all the same.
+
+    A program that is run as a script is imported by each process, unless neither source nor functions are defined in it: what it does by
+    itself belongs under `if __name__ == "__main__":`. Code that uses JAX in a worker process finds the CPU alone there.
+
+    Args:
+        n: how many.
+
+    Example:
+        examples = [{"x": np.full(3, row, np.float32)} for row in range(64)]
+        loader = ps.Loader(examples, P("data"), batch_size=16, workers=ps.Processes(2))
+        assert [int(batch["x"][0, 0]) for batch in loader] == [0, 16, 32, 48]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        at_least("Processes(n)", self.n, 1, most=MOST_PROCESSES)
         _plain_integers(self)
 
 
@@ -108,7 +139,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     transform: Callable[..., Any] | None
     device_transform: Callable[..., Any] | None
     microbatches: int | None
-    workers: int | Literal["auto"]
+    workers: int | Literal["auto"] | Processes
     reuses_buffers: bool
     depth: int
     read_ahead: int | None = None
@@ -129,8 +160,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         at_least("epochs", self.epochs, 1, "; None for ever", optional=True)
         at_least("microbatches", self.microbatches, 1, optional=True)
         at_least("snapshot_every", self.snapshot_every, 1, "; None: never", optional=True)
-        if self.workers != "auto":
-            at_least("workers", self.workers, 1, "; 'auto' to choose", most=MOST_WORKERS)
+        if not isinstance(self.workers, Processes) and self.workers != "auto":
+            at_least("workers", self.workers, 1, "; 'auto' to choose, or ps.Processes(n)", most=MOST_WORKERS)
         _booleans(shuffle=self.shuffle, reuses_buffers=self.reuses_buffers)
         item = "one batch" if self.batch_size is None else "one example"
         _function("transform", self.transform, item, "rng")

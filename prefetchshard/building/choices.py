@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from prefetchshard.base.config import Settings
+from prefetchshard.base.config import Processes, Settings
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits
@@ -24,7 +24,9 @@ MOST_WORKERS = 16
 
 
 def choose_workers(source: Source, settings: Settings) -> int:
-    """Reader threads."""
+    """Reader threads, each with a process where there are such."""
+    if isinstance(settings.workers, Processes):
+        return settings.workers.n
     if settings.workers != "auto":
         return settings.workers
     if source.stays_on_devices:
@@ -33,6 +35,15 @@ def choose_workers(source: Source, settings: Settings) -> int:
     if source.is_memory and settings.transform is None:
         return min(MOST_WORKERS, cpus)
     return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
+
+
+def takes_processes(source: Source, settings: Settings) -> bool:
+    """Whether there are worker processes: asked for, and with something to do beside copying."""
+    if not isinstance(settings.workers, Processes) or source.stays_on_devices:
+        return False
+    if source.is_memory:
+        return settings.transform is not None
+    return source.is_numbered is True or settings.transform is not None or settings.collate is not None
 
 
 def make_order(source: Source, settings: Settings, rules: ShardingRules, batch_size: int | None) -> EpochOrder | None:
@@ -79,6 +90,8 @@ def make_limits(source: Source, settings: Settings, *, batch_size: int | None, w
 def _batches_read_at_once(source: Source, settings: Settings, batch_size: int | None, workers: int) -> int:
     """Host batches being read, or read and not on their way yet."""
     has_functions = settings.transform is not None or settings.collate is not None
+    if takes_processes(source, settings):  # what a process does at once takes several milliseconds: a whole batch, or a good part of it
+        return 1 + workers if batch_size is None or settings.collate is not None else 2 + -(-workers // 2)
     if source.is_memory and settings.transform is None:
         return 1 + workers  # a batch may be one worker's
     if batch_size is None and (source.is_numbered is True or has_functions):

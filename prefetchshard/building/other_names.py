@@ -141,9 +141,7 @@ def _workers(value: object) -> str:
         return "write workers=1, one thread reads ahead of the loop"
     if not _is_count(value):
         return 'leave it out: workers="auto" chooses by the CPUs'
-    return (
-        f"write workers={value}, threads of this process; for worker processes pass a loader that has them, such as torch's, as the source"
-    )
+    return f"write workers={value}, threads of this process, or workers=ps.Processes({value}), worker processes"
 
 
 def _drops(value: object) -> str:
@@ -220,11 +218,11 @@ OTHERS: Final[dict[str, Hint]] = _table(
     ("persistent_workers", "leave it out: one run over epochs=n keeps its threads for all n epochs"),
     (
         "worker_init_fn worker_init",
-        "leave it out: workers are threads and share this process's objects; ps.per_worker(make_dataset) is an instance a worker",
+        "leave it out: ps.per_worker(make_dataset) is an instance a worker, made in its thread or process",
     ),
     (
         "multiprocessing_context multiprocessing_options mp_context mp_ctx use_multiprocessing workers_type",
-        "leave it out: no process is started; for worker processes pass a loader that has them, such as torch's, as the source",
+        "leave it out: workers are threads; workers=ps.Processes(n) spawns worker processes, and never forks",
     ),
     (
         "generator random_state random_seed rng shuffle_seed rng_seed manual_seed",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 from prefetchshard.base.clock import Clock
-from prefetchshard.base.config import Settings
+from prefetchshard.base.config import Processes, Settings
 from prefetchshard.base.errors import UsedUpError
 from prefetchshard.base.event_loop import HomeLoop, running_loop
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.building.batch_specs import BatchSpecs
 from prefetchshard.building.checks import check_endless, check_last_rows, check_rows, check_source, global_rows
-from prefetchshard.building.choices import choose_workers, describe, keeper, make_limits, make_order
+from prefetchshard.building.choices import choose_workers, describe, keeper, make_limits, make_order, takes_processes
 from prefetchshard.building.other_names import refuse_as_sharding
 from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
@@ -40,6 +41,8 @@ from prefetchshard.sources.rebatch import RebatchedStream
 from prefetchshard.staging.layout import Staging
 from prefetchshard.staging.pinned import choose_staging
 from prefetchshard.streaming.choosing import CopyChoice
+
+_log = logging.getLogger(__name__)
 
 
 class RunFactory:
@@ -131,6 +134,9 @@ class RunFactory:
             queue.senders.wake()  # there may be more room
             choice.batches_take(host_bytes)
 
+        in_processes = takes_processes(self._source, settings)
+        if isinstance(settings.workers, Processes) and not in_processes:
+            _log.debug("%s has nothing to do but copy: the source is read by %d threads", settings.workers, self.workers)
         recorder = Recorder(clock)
         planner = self.specs.planner(context.x64, fit, rows)
         plan = ReadingPlan(
@@ -144,6 +150,7 @@ class RunFactory:
             workers=self.workers,
             read_ahead=settings.read_ahead,
             reuses_buffers=settings.reuses_buffers,
+            in_processes=in_processes,
         )
         sequencer = Sequencer(
             queue,

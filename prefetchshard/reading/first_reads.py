@@ -76,7 +76,13 @@ class FirstReads(Dataset):
     def are_wanted(source: Dataset, plan: ReadingPlan) -> bool:
         """Whether several threads will read one dataset that is the user's own."""
         own = not isinstance(source, WorkerDatasets) and not source.shares_items
-        return own and plan.workers > 1 and source.length > 1 and (source.unsafe is not None or not source.was_watched)
+        return (
+            own
+            and not plan.in_processes
+            and plan.workers > 1
+            and source.length > 1
+            and (source.unsafe is not None or not source.was_watched)
+        )
 
     def read(self, row: int) -> Any:
         return self._ask(lambda: self._source.read(row), [row])

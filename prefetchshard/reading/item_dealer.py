@@ -17,6 +17,7 @@ from prefetchshard.measuring.recorder import Span
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
 from prefetchshard.reading.batch_copying import BatchCopying
 from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.reading.process_worker import ProcessWorker
 from prefetchshard.reading.reading_plan import Part, ReadingPlan
 from prefetchshard.reading.user_functions import no_leaves
 from prefetchshard.reading.worker import Worker
@@ -43,18 +44,19 @@ class ItemDealer:
         self._writer = writer
         self._source = source
         self._tell_epoch = tell_epoch
-        self._worker = Worker(plan, writer)
+        self.closing_in: set[int] = set()
+        self._processes = ProcessWorker(plan, writer, None, self.closing_in) if plan.in_processes else None
+        self._worker = self._processes or Worker(plan, writer)
         self._items: OpenSource | None = None
         self._before: EpochEnd | None = None  # of the batch before, in this epoch
         self._closing = threading.Lock()  # guards _items' being closed once
-        self.closing_in: set[int] = set()
         self.helpers = loops.threads
         self.close_failures: list[BaseException] = []
         self._loops = loops
         self._has_functions = plan.functions.transform is not None or plan.functions.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
         self._jobs: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
-        self.interrupt = _Interrupt(self._jobs, plan.workers)
+        self.interrupt = _Interrupt(self._jobs, plan.workers, None if self._processes is None else self._processes.pool.cancelled.give)
         self._copying = BatchCopying(plan, writer, self._worker, self._jobs)
 
     @property
@@ -66,6 +68,8 @@ class ItemDealer:
         self._worker.work(self._jobs.get)
 
     def close_from_outside(self) -> None:
+        if self._processes is not None:
+            self._processes.pool.end_all()
         items = self._items
         if items is not None and self._source.is_inside and items.closable_from_outside:
             try:
@@ -200,8 +204,11 @@ class ItemDealer:
 
     def _fill_by_workers(self, batch: OpenBatch, size: int) -> int:
         """As `_fill`, handing runs of examples to the workers."""
-        run = max(1, size // (2 * self._plan.workers))  # several runs a worker: an uneven one delays the batch less
-        batch.collected = [None] * size if self._plan.functions.collate is not None else None
+        plan = self._plan
+        run = max(1, size // (2 * plan.workers))  # several runs a worker: an uneven one delays the batch less
+        if plan.in_processes:
+            run = size if plan.collates_in_processes else max(1, size // plan.workers)
+        batch.collected = [None] * size if plan.functions.collate is not None and not plan.in_processes else None
         chunk: list[Any] = []
         span = Span(self._plan.recorder, "reading", batch.host.epoch, batch.first_row)
         row = 0
@@ -222,7 +229,8 @@ class ItemDealer:
                 row = size
         finally:
             span.end()
-        self._hand_over(batch, chunk, row)
+        if row == size or plan.makes_short or not plan.collates_in_processes:  # else they make no batch to be collated
+            self._hand_over(batch, chunk, row)
         return row
 
     def _goes_on(self) -> None:
@@ -315,12 +323,15 @@ class _Interrupt:
         items: tells the items that are pulled now, where they have to be told.
     """
 
-    def __init__(self, jobs: queue.SimpleQueue[Part | None], workers: int) -> None:
+    def __init__(self, jobs: queue.SimpleQueue[Part | None], workers: int, wake: Callable[[], None] | None) -> None:
         self.items: Callable[[], None] | None = None
         self._jobs = jobs
         self._workers = workers
+        self._wake = wake
 
     def __call__(self) -> None:
+        if self._wake is not None:
+            self._wake()
         items = self.items
         if items is not None:
             items()

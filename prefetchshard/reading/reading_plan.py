@@ -42,6 +42,7 @@ class ReadingPlan(msgspec.Struct):
         workers: threads.
         read_ahead: the most batches that may be read and not delivered; None: as the other bounds allow.
         reuses_buffers: an iterator may overwrite an item as soon as it is asked for the next one.
+        in_processes: each worker has a process under it.
     """
 
     functions: UserFunctions
@@ -54,6 +55,12 @@ class ReadingPlan(msgspec.Struct):
     workers: int
     read_ahead: int | None
     reuses_buffers: bool
+    in_processes: bool = False
+
+    @property
+    def collates_in_processes(self) -> bool:
+        """Whether a batch is one part: its examples are put together where they are made."""
+        return self.in_processes and self.functions.collate is not None
 
     @property
     def pads(self) -> bool:

@@ -13,6 +13,7 @@ from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.planning.host_batch import EpochMark, ReadFailure
 from prefetchshard.reading.first_reads import FirstReads
 from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.reading.process_worker import ProcessWorker
 from prefetchshard.reading.reading_plan import Part, ReadingPlan
 from prefetchshard.reading.worker import Worker
 from prefetchshard.reading.writing import Writer
@@ -29,6 +30,9 @@ LEAST_PART_BYTES = 1 << 20
 
 LEAST_PART_SECONDS = 0.002
 """Examples are dealt in runs that take at least this long: for less, handing over costs more than the help of another worker."""
+
+LEAST_PROCESS_SECONDS = 0.005
+"""The same where a process does them: asking it, and copying what comes back, takes the lock for some hundred microseconds."""
 
 ORDER_ROWS = 4096
 """A shuffled order is worked out for so many rows at once: the arithmetic costs little more for them than for a hundred."""
@@ -61,7 +65,9 @@ class RowDealer:
                     dealer._worker.read_from(source)
 
             reads = FirstReads(source, plan, due, self.helpers, decided)
-        self._worker = Worker(plan, writer, reads, tree)
+        self.closing_in: set[int] = set()
+        self._processes = ProcessWorker(plan, writer, source, self.closing_in) if plan.in_processes else None
+        self._worker = self._processes or Worker(plan, writer, reads, tree)
         self._lock = threading.Lock()  # guards _parts, and with it everything that comes next
         self._parts: Iterator[Part] | None = None  # made by the first who asks: what was not begun would hold this for ever
         self._epoch = plan.start.epoch
@@ -69,8 +75,9 @@ class RowDealer:
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
         self._part_rows, self._least_rows = self._choose_part_rows()
         self._in_use = _InUse()
-        self.interrupt = self._in_use.wake
-        self.closing_in: set[int] = set()
+        self.interrupt: Callable[[], None] = self._in_use.wake
+        if self._processes is not None:
+            self.interrupt = _Both(self._in_use.wake, self._processes.pool.cancelled.give)
         self.close_failures: list[BaseException] = []
         self._dataset = source if isinstance(source, Dataset) else None
         self._told = source if isinstance(source, Dataset) and source.takes_epoch else None  # it must not change while it is read
@@ -100,7 +107,8 @@ class RowDealer:
             self.closing_in.discard(ident)
 
     def close_from_outside(self) -> None:
-        pass
+        if self._processes is not None:
+            self._processes.pool.end_all()
 
     def deal(self) -> Part | None:
         """The next run of rows; None: there is no more, or nothing more is wanted."""
@@ -164,7 +172,7 @@ class RowDealer:
             batch.host.examples = count
         else:
             batch.may_be_left_out = bool(batch.host.is_last) and plan.leaves_out
-        if plan.functions.collate is not None and self._worker.gathers is None:
+        if plan.functions.collate is not None and self._worker.gathers is None and not plan.in_processes:
             batch.collected = [None] * count
         rows = self._rows_at(batch.host.epoch, start, stop)
         size = self._choose_size(count)
@@ -182,6 +190,8 @@ class RowDealer:
         if plan.batch_size is None:
             return 1, 1
         gathers = self._worker.gathers
+        if plan.collates_in_processes:
+            return plan.batch_size, plan.batch_size
         if gathers is None:
             return -(-plan.batch_size // plan.workers), 1
         if plan.functions.collate is not None:
@@ -195,8 +205,13 @@ class RowDealer:
         plan = self._plan
         first, self._began = not self._began, True  # the first batch is to come early
         if self._worker.gathers is None:
-            enough = 0 if first else math.ceil(LEAST_PART_SECONDS / self._worker.row_seconds)
-            return max(1, min(count, max(self._part_rows, enough)))
+            processes = self._processes
+            rows = LEAST_PART_SECONDS / self._worker.row_seconds
+            if processes is not None:
+                rows = LEAST_PROCESS_SECONDS / processes.process_row_seconds
+            enough = 0 if first else math.ceil(rows)
+            size = max(1, min(count, max(self._part_rows, enough)))
+            return size if processes is None else -(-count // -(-count // size))  # even ones
         together = plan.workers if first else -(-plan.workers // plan.batches_at_once)
         return max(self._least_rows, min(self._part_rows, -(-count // together)))
 
@@ -224,6 +239,17 @@ class RowDealer:
         stop = min(start + batches * (plan.batch_size or 1), order.length)
         rows = order.rows(epoch, start, stop)
         return set(range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist())
+
+
+class _Both:
+    """Calls two functions; holds neither the dealer nor its source."""
+
+    def __init__(self, one: Callable[[], None], other: Callable[[], None]) -> None:
+        self._functions = one, other
+
+    def __call__(self) -> None:
+        for function in self._functions:
+            function()
 
 
 class _InUse:

@@ -25,6 +25,8 @@ class UserFunctions:
     Attributes:
         example_by: the function that an example comes from; None: the source.
         batch_by: the function that a whole batch comes from; None: the source.
+        seed: as above.
+        wants_rng: `transform` gets a generator.
     """
 
     def __init__(
@@ -34,17 +36,17 @@ class UserFunctions:
         self.collate = collate
         self.example_by = None if transform is None else "transform"
         self.batch_by = self.example_by if collate is None else "collate"
-        self._seed = seed
+        self.seed = seed
         self._item = "the example at row" if makes_examples else "batch"
-        self._wants_rng = transform is not None and takes_parameter(transform, "rng")
+        self.wants_rng = transform is not None and takes_parameter(transform, "rng")
 
     def transformed(self, item: Any, epoch: int, row: int) -> Any:
         """The item after `transform`; its generator depends on seed, epoch and row alone, so any worker on any machine draws the same."""
         assert self.transform is not None
-        if not self._wants_rng:
+        if not self.wants_rng:
             made = self.transform(item)
             return made if made is not None else self._nothing("transform", f" for {self._item} {row}")
-        rng = np.random.Generator(np.random.PCG64(seed_sequence(self._seed, epoch, row)))
+        rng = np.random.Generator(np.random.PCG64(seed_sequence(self.seed, epoch, row)))
         made = self.transform(item, rng=rng)
         return made if made is not None else self._nothing("transform", f" for {self._item} {row}")
 
@@ -53,6 +55,10 @@ class UserFunctions:
         assert self.collate is not None
         made = self.collate(examples)
         return made if made is not None else self._nothing("collate", "")
+
+    def refuse_none(self, by: str, row: int | None) -> Never:
+        """Raise what a function is told that returned None in a worker process; for the item at `row`, or for a batch."""
+        self._nothing(by, "" if row is None else f" for {self._item} {row}")
 
     def _nothing(self, by: str, of: str) -> Never:
         raise SourceError(f"{by} returned None{of}; it must return its result, also where it changes what it was given in place")

@@ -21,6 +21,7 @@ class Dataset:
         takes_epoch: the dataset has `set_epoch`.
         was_watched: its first reads were; see `reading/first_reads.py`.
         unsafe: why several threads must not read it; None if nothing is known against that.
+        told: what it was told of the epoch, for instances in other processes; None before that.
     """
 
     kind = "dataset"
@@ -38,6 +39,7 @@ class Dataset:
         self.takes_epoch = takes_epoch(dataset)
         self.was_watched = False
         self.unsafe: str | None = None
+        self.told: tuple[int, int | None] | None = None
 
     def read(self, row: int) -> Any:
         """The example at this row."""
@@ -57,7 +59,7 @@ class Dataset:
 
     def set_epoch(self, epoch: int, run_epoch: int | None) -> None:
         """Tell the dataset, while no thread reads it; see `epochs.set_epoch`."""
-        set_epoch(self.dataset, epoch, run_epoch)
+        self.told = set_epoch(self.dataset, epoch, run_epoch), None
 
     def leave(self) -> None:
         """The thread that calls this reads no more."""

@@ -20,7 +20,7 @@ class Wrapper:
     source: Any
 
 
-def set_epoch(source: Any, epoch: int, run_epoch: int | None = None) -> None:
+def set_epoch(source: Any, epoch: int, run_epoch: int | None = None) -> int:
     """Tell a source, also in a `Wrapper`, or the sampler and the dataset of a torch DataLoader.
 
     Who counts epochs by himself calls `sampler.set_epoch(n)` and makes a loader for each epoch, whose own number is 0 each time. So a
@@ -30,13 +30,17 @@ def set_epoch(source: Any, epoch: int, run_epoch: int | None = None) -> None:
         source: anything.
         epoch: the loader's number of the epoch.
         run_epoch: where this is the first epoch of a run, the one with which the run began (a resumed run begins with a later one).
+
+    Returns the number that it was told, of several the last one's.
     """
+    more = 0
     for each in _to_be_told(source):
         more = _set_by_hand(each, run_epoch)
         each.set_epoch(epoch + more)
         with contextlib.suppress(TypeError):  # it allows no weak reference
             key = id(each)
             _told[key] = weakref.ref(each, lambda _, key=key: _told.pop(key, None)), epoch + more, more
+    return epoch + more
 
 
 def takes_epoch(source: Any) -> bool:

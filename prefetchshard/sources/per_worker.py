@@ -77,8 +77,8 @@ class WorkerDatasets(Dataset):
         super().__init__(first)
         self.dataset = None
         self.shares_items = False
-        self._make = make_dataset
-        self._name = repr(PerWorker(make_dataset))
+        self.make_dataset = make_dataset
+        self.name = repr(PerWorker(make_dataset))
         self._first = [first]  # until a worker takes it; `pop` is atomic
         self._epoch: tuple[int, int | None] = (0, None)
         self._local = _Local()
@@ -94,7 +94,7 @@ class WorkerDatasets(Dataset):
 
     def set_epoch(self, epoch: int, run_epoch: int | None) -> None:
         """Each dataset is told by its own thread before that reads on."""
-        self._epoch = epoch, run_epoch
+        self._epoch = self.told = epoch, run_epoch
 
     def leave(self) -> None:
         """Close the dataset of this thread."""
@@ -121,10 +121,10 @@ class WorkerDatasets(Dataset):
         """
         with contextlib.suppress(IndexError):
             return self._first.pop()
-        dataset = self._make()
+        dataset = self.make_dataset()
         if len(dataset) != self.length:
             raise SourceError(
-                f"the datasets of {self._name} differ: the first one has {self.length} rows, and one that was made later has {len(dataset)}"
+                f"the datasets of {self.name} differ: the first one has {self.length} rows, and one that was made later has {len(dataset)}"
             )
         return dataset
 

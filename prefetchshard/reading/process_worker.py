@@ -1,0 +1,365 @@
+"""The body of a reader thread with a process under it: hands its parts to the process, and writes what comes back."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from prefetchshard.base.errors import SourceError
+from prefetchshard.base.memory import AnyArray
+from prefetchshard.leaves.narrowing import store
+from prefetchshard.measuring.recorder import Span, Stage
+from prefetchshard.planning.plan import Kind, Leaf
+from prefetchshard.processes.child import rebuild
+from prefetchshard.processes.pool import Pool
+from prefetchshard.processes.worker_process import Answer, StoppedError, WorkerProcess
+from prefetchshard.reading.open_batch import OpenBatch
+from prefetchshard.reading.reading_plan import Part, ReadingPlan
+from prefetchshard.reading.user_functions import no_leaves
+from prefetchshard.reading.worker import Worker
+from prefetchshard.reading.writing import Writer
+from prefetchshard.sharding.batch_tree import BatchTree
+from prefetchshard.sharding.rules import NoLeavesError
+from prefetchshard.sources.arrays import Arrays
+from prefetchshard.sources.dataset import Dataset
+from prefetchshard.sources.per_worker import WorkerDatasets
+
+MOST_STRUCTURES = 64
+"""Of examples that are remembered."""
+
+MOST_NAMED = 64
+"""Rows in an error."""
+
+PYTHON_NUMBERS = frozenset({"bool", "int", "float", "complex"})
+
+
+class ProcessWorker(Worker):
+    """Does parts as `Worker` does, in a process of the thread's own. Until its process is ready, the first thread does them by itself.
+
+    Args:
+        plan: of the reading.
+        writer: writes into the memory of batches.
+        source: for rows that are found by number; None where items are pulled.
+        closing_in: gets the idents of threads that wait for their process to end.
+
+    Attributes:
+        process_row_seconds: what a process takes for an example, without the waits of its thread.
+    """
+
+    def __init__(self, plan: ReadingPlan, writer: Writer, source: Arrays | Dataset | None, closing_in: set[int]) -> None:
+        super().__init__(plan, writer, source)
+        self._closing_in = closing_in
+        self._whole = plan.batch_size is None
+        self._makes = "whole" if self._whole else "examples" if plan.functions.collate is None else "batch"
+        self.pool = Pool(plan.workers, *_sent(plan, source))
+        self.process_row_seconds = math.inf
+        self._mine = _Mine()
+        self._trees: dict[Any, tuple[BatchTree, list[int]] | None] = {}  # by the structure of examples, see `_tree_of`
+
+    def work(self, deal: Callable[[], Part | None]) -> None:
+        process = self._mine.process = self.pool.claim()
+        try:
+            process.start()
+            if not process.is_first:
+                process.wait_ready()
+            super().work(deal)
+        finally:
+            self.pool.over.give()
+            ident = threading.get_ident()
+            self._closing_in.add(ident)
+            try:
+                self.pool.leave(process)
+                self._mine.process = None
+            finally:
+                self._closing_in.discard(ident)
+
+    # -- parts
+
+    def _fill(self, part: Part, span: Span) -> None:
+        process = self._mine.process
+        if process is None or not process.works:
+            self._fill_here(part, span)
+            return
+        try:
+            answer = self._ask(process, part)
+        except StoppedError:
+            return
+        except SourceError as error:
+            if error is process.trouble and not getattr(error, "__notes__", ()):  # it ended, and this part is the first that notices
+                error.add_note(f"it was asked for {self._item_name}s {_some(self._row_numbers(part))}")
+            raise
+        waited = span.enter("batching")
+        span.seconds[_first_stage(part)] -= waited  # it is not work of this process
+        for stage, seconds in answer.seconds.items():
+            if seconds:
+                span.seconds[cast("Stage", stage)] += seconds
+        took = sum(answer.seconds.values()) / (part.stop - part.start)
+        self.process_row_seconds = max(1e-7, min(2 * self.process_row_seconds, took))  # see `Worker`
+        if answer.kind == "fault":
+            body = answer.body
+            del answer  # the traceback of what is raised holds this frame
+            self._raise_fault(process, part, span, body)
+        elif answer.kind == "stack":
+            self._write_stack(part, answer)
+        elif answer.kind == "list":
+            self._write_list(part, answer)
+        else:
+            self._write_batch(part, answer, span)
+
+    def _fill_here(self, part: Part, span: Span) -> None:
+        if self._makes != "batch":
+            super()._fill(part, span)
+            return
+        numbers, items = self._numbers(part)
+        made: list[Any] = []
+        for i, number in enumerate(numbers):
+            span.enter("reading")
+            item = self._source.read(number) if items is None else items[i]  # pyright: ignore[reportOptionalMemberAccess] - as in `Worker`
+            span.enter("transforming")
+            made.append(self._transformed(item, part.batch.host.epoch, number))
+        span.enter("collating")
+        batch = self._plan.functions.collated(made)
+        self._write_collated(part.batch, batch, span)
+
+    def _write_collated(self, batch: OpenBatch, made: Any, span: Span) -> None:
+        span.enter("batching")
+        try:
+            self._write_whole(batch, made)
+        except BaseException:
+            span.enter("collating" if self._makes == "batch" else "batching")
+            raise
+
+    def finish(self, batch: OpenBatch) -> None:
+        if self._makes == "batch" and not batch.is_settled and not self._plan.out.cancelled:
+            batch.send()
+            return
+        super().finish(batch)
+
+    # -- asking
+
+    def _ask(self, process: WorkerProcess, part: Part) -> Answer:
+        rows, source, epoch = part.rows, self._source, part.batch.host.epoch
+        tell = source.told if isinstance(source, Dataset) and source.takes_epoch else None
+        if rows is None:
+            first = part.batch.first_row + part.start
+            return process.ask((range(first, first + len(part.items)), epoch, None, self._makes), part.items)
+        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        sent = [leaf[rows] for leaf in source.leaves] if isinstance(source, Arrays) else None
+        return process.ask((numbers, epoch, tell, self._makes), sent)
+
+    def _raise_fault(self, process: WorkerProcess, part: Part, span: Span, body: Any) -> None:
+        stage, number, (kind, what) = body
+        span.enter(stage)
+        where = f"in {process}" if number is None else f"in {process}, at {self._item_name} {number}"
+        if kind == "none":
+            self._plan.functions.refuse_none(what, number)
+        if kind == "memory":
+            raise SourceError(f"{process}: {what}; take smaller batches, or fewer processes")
+        if kind == "refused":
+            raise SourceError(what)
+        raise _raised(what, where)
+
+    @property
+    def _item_name(self) -> str:
+        return "batch" if self._whole else "row" if self._source is not None else "example"
+
+    # -- what comes back
+
+    def _write_stack(self, part: Part, answer: Answer) -> None:
+        """Examples that lie leaf by leaf in shared memory."""
+        structure, columns = answer.body
+        count = part.stop - part.start
+        values: list[Any] = [column if type(column) is list else _rows_at(answer.memory, column, count) for column in columns]
+        found = self._tree_of(structure)
+        if found is not None:
+            tree, order = found
+            kinds = list(_leaf_kinds(structure))
+            chosen = [values[i] for i in order]
+            if self._write_columns(part.batch, part.start, part.stop, tree, chosen, [kinds[i] for i in order]):
+                return
+        self._write_examples(part, _examples(structure, values, count))
+
+    def _tree_of(self, structure: Any) -> tuple[BatchTree, list[int]] | None:
+        """The tree of such examples, and which of their leaves each of its leaves is; None where they have to be taken apart one by one."""
+        if structure in self._trees:
+            return self._trees[structure]
+        marks = [_Mark(i) for i in range(len(list(_leaf_kinds(structure))))]
+        found: tuple[BatchTree, list[int]] | None = None
+        try:
+            leaves, tree = self._writer.flatten(rebuild(structure, iter(marks)))
+        except Exception:  # noqa: BLE001 - it is raised again with an example itself, of which it says more
+            return None
+        if all(type(leaf) is _Mark for leaf in leaves):  # else a container stays on the host as a whole
+            found = tree, [leaf.index for leaf in leaves]
+        if len(self._trees) >= MOST_STRUCTURES:
+            self._trees.clear()
+        self._trees[structure] = found
+        return found
+
+    def _write_columns(self, batch: OpenBatch, start: int, stop: int, tree: BatchTree, values: list[Any], kinds: list[str]) -> bool:
+        """Copy all rows of a leaf at once. False: they do not fit the plan, and have to be written one by one to say which."""
+        writer, plan = self._writer, batch.plan
+        if plan is None:
+            firsts = [_first(value, kind) for value, kind in zip(values, kinds, strict=True)]
+            plan = batch.open(lambda: writer.planner.for_examples(firsts, tree), writer.staging)
+        if (tree is not plan.tree and tree != plan.tree) or not all(map(_fits, plan.leaves, values)):
+            return False
+        views = iter(batch.host.memory.views if batch.host.memory is not None else ())
+        for j, (leaf, value, kind) in enumerate(zip(plan.leaves, values, kinds, strict=True)):
+            if leaf.kind is Kind.HOST:
+                batch.host.passed[j][start:stop] = _host_values(value, kind)
+                continue
+            view = next(views)[start:stop]
+            if leaf.is_narrowed:
+                store(view, value, path=leaf.path, policy=writer.planner.narrow, row=start)
+            else:
+                np.copyto(view, value)
+        return True
+
+    def _write_list(self, part: Part, answer: Answer) -> None:
+        """Examples of which each is a pickle."""
+        data, where = answer.body
+        # Copied, as they may be kept, and the memory is used again
+        buffers = iter([bytearray(answer.memory[start : start + size]) for start, size in where])
+        self._write_examples(part, (pickle.loads(pickled, buffers=[next(buffers) for _ in range(count)]) for pickled, count in data))
+
+    def _write_examples(self, part: Part, examples: Iterator[Any]) -> None:
+        writer = self._writer.examples(part.batch, part.start, part.stop - part.start)
+        numbers = self._row_numbers(part)
+        for number, example in zip(numbers, examples, strict=True):
+            try:
+                writer.write(example)
+            except NoLeavesError as error:
+                raise no_leaves(error, f"the example at row {number}", self._plan.functions.example_by) from None
+        writer.finish()
+
+    def _row_numbers(self, part: Part) -> Sequence[int]:
+        if part.rows is None:
+            return range(part.batch.first_row + part.start, part.batch.first_row + part.stop)
+        return range(part.rows.start, part.rows.stop) if isinstance(part.rows, slice) else part.rows.tolist()
+
+    def _write_batch(self, part: Part, answer: Answer, span: Span) -> None:
+        """A whole batch, whose arrays lie in shared memory."""
+        data, where = answer.body
+        memory, batch = answer.memory, part.batch
+        made = pickle.loads(data, buffers=[memory[start : start + size] for start, size in where])
+        self._write_collated(batch, made, span)
+        kept = [j for j, leaf in enumerate(batch.plan.leaves) if leaf.kind is not Kind.STAGED] if batch.plan is not None else []
+        if kept and where and batch.host.passed:  # the memory is used again, and these are kept
+            copied = pickle.loads(data, buffers=[bytearray(memory[start : start + size]) for start, size in where])
+            leaves, _ = self._writer.flatten(copied)
+            for j in kept:
+                batch.host.passed[j] = leaves[j]
+
+
+class _Mine(threading.local):
+    """What each thread has for itself."""
+
+    process: WorkerProcess | None = None
+
+
+class _Mark:
+    """Stands for a leaf of an example."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _sent(plan: ReadingPlan, source: Arrays | Dataset | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a process is sent once, and what to call the parts that are the user's."""
+    functions = plan.functions
+    sent: dict[str, Any] = {
+        "source": "items",
+        "transform": functions.transform,
+        "collate": functions.collate,
+        "wants_rng": functions.wants_rng,
+        "seed": functions.seed,
+    }
+    words = {"transform": "transform", "collate": "collate"}
+    if isinstance(source, WorkerDatasets):
+        sent |= {"source": "per_worker", "make": source.make_dataset, "length": source.length, "name": source.name}
+        words["make"] = "the function of ps.per_worker"
+    elif isinstance(source, Dataset):
+        sent |= {"source": "dataset", "dataset": source.dataset}
+        words["dataset"] = "the source"
+    elif source is not None:
+        sent |= {"source": "arrays", "template": source.unflatten(list(range(len(source.leaves))))}
+        words["template"] = "the container of the source's arrays"
+    if isinstance(source, Dataset):
+        sent["reads_many"] = source.reads_many
+    return sent, words
+
+
+def _first_stage(part: Part) -> Stage:
+    return "transforming" if part.rows is None else "reading"
+
+
+def _raised(what: tuple[bytes | None, str, str], where: str) -> BaseException:
+    """The exception that user code raised in a process, with the text of its traceback there."""
+    data, name, text = what
+    error: BaseException | None = None
+    if data is not None:
+        try:
+            error = pickle.loads(data)
+        except Exception:  # noqa: BLE001 - whatever its own unpickling raises
+            error = None
+    if not isinstance(error, BaseException):
+        return SourceError(f"{where}: {name} (that exception cannot be pickled). Its traceback there:\n\n{text}")
+    try:
+        error.add_note(f"{where}. Its traceback there:\n\n{text}")
+    except Exception:  # noqa: BLE001, S110 - an error that lets nothing be added goes without
+        pass
+    return error
+
+
+def _leaf_kinds(structure: tuple[Any, ...]) -> Iterator[str]:
+    kind = structure[0]
+    if kind in ("dict", "list", "tuple"):
+        for part in structure[-1]:
+            yield from _leaf_kinds(part)
+    elif kind != "none":
+        yield kind
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """The numbers, for an error."""
+    if isinstance(numbers, range):
+        return f"{numbers.start} to {numbers.stop - 1}"
+    return ", ".join(map(str, numbers[:MOST_NAMED])) + (f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else "")
+
+
+def _rows_at(memory: memoryview, column: tuple[Any, tuple[int, ...], int], count: int) -> AnyArray:
+    dtype, shape, start = column
+    return np.ndarray((count, *shape), dtype, memory, start)
+
+
+def _fits(leaf: Leaf, value: Any) -> bool:
+    """Whether the rows of a leaf can be copied at once."""
+    if leaf.kind is Kind.HOST:
+        return True
+    return leaf.kind is Kind.STAGED and type(value) is not list and value.dtype == leaf.dtype and value.shape[1:] == leaf.example
+
+
+def _first(value: Any, kind: str) -> Any:
+    first = value[0]
+    return first.item() if kind in PYTHON_NUMBERS else first
+
+
+def _host_values(value: Any, kind: str) -> list[Any]:
+    """The rows of a leaf as the values that they were, in memory of their own."""
+    if type(value) is list:
+        return cast("list[Any]", value)
+    return value.tolist() if kind in PYTHON_NUMBERS else list(value.copy())
+
+
+def _examples(structure: tuple[Any, ...], values: list[Any], count: int) -> Iterator[Any]:
+    columns = [_host_values(value, kind) for value, kind in zip(values, _leaf_kinds(structure), strict=True)]
+    for row in range(count):
+        yield rebuild(structure, iter([column[row] for column in columns]))

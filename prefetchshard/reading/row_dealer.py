@@ -31,8 +31,9 @@ LEAST_PART_BYTES = 1 << 20
 LEAST_PART_SECONDS = 0.002
 """Examples are dealt in runs that take at least this long: for less, handing over costs more than the help of another worker."""
 
-LEAST_PROCESS_SECONDS = 0.005
-"""The same where a process does them: asking it, and copying what comes back, takes the lock for some hundred microseconds."""
+LEAST_PROCESS_SECONDS = 0.05
+"""The same where a process does them, which waits between two questions: with 0.05 rather than 0.005, 14 processes made 650 and not 440
+batches of 256 examples a second (`examples`, one H200, 16 cores), 8 made 408 and not 352."""
 
 ORDER_ROWS = 4096
 """A shuffled order is worked out for so many rows at once: the arithmetic costs little more for them than for a hundred."""

@@ -274,22 +274,22 @@ class Stack:
     def example(self, row: int) -> Any:
         assert self.structure is not None
         leaves = [column[row] if view is None else _value(view[row]) for column, view in zip(self.columns, self._views, strict=True)]
-        kinds = iter(_leaf_kinds(self.structure))
-        return rebuild(self.structure, (value.item() if next(kinds) in _PYTHON_NAMES else value for value in leaves))
+        kinds = iter(leaf_kinds(self.structure))
+        return rebuild(self.structure, (value.item() if next(kinds) in PYTHON_NUMBERS else value for value in leaves))
 
 
-_PYTHON_NAMES = {kind.__name__ for kind in _PYTHON}
+PYTHON_NUMBERS = {kind.__name__ for kind in _PYTHON}
 
 
 def _value(row: Any) -> Any:
     return row.copy() if _is(row, np.ndarray) else row
 
 
-def _leaf_kinds(structure: tuple[Any, ...]) -> Iterator[str]:
+def leaf_kinds(structure: tuple[Any, ...]) -> Iterator[str]:
     kind = structure[0]
     if kind in ("dict", "list", "tuple"):
         for part in structure[-1]:
-            yield from _leaf_kinds(part)
+            yield from leaf_kinds(part)
     elif kind != "none":
         yield kind
 
@@ -310,18 +310,29 @@ def dumped(value: Any, plain: Any = pickle) -> tuple[bytes, list[Any]]:
     return plain.dumps(value, protocol=5, buffer_callback=beside), buffers
 
 
+def cloudpickle_if_there() -> Any:
+    """The module, or None where it is not installed."""
+    try:
+        import cloudpickle  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
+    except ImportError:
+        return None
+    return cast("Any", cloudpickle)
+
+
+def by_either(dump: Callable[[Any], Any]) -> Any:
+    """What `dump` makes with pickle, or with cloudpickle where pickle cannot and it is there."""
+    try:
+        return dump(pickle)
+    except Exception:
+        by_value = cloudpickle_if_there()
+        if by_value is None:
+            raise
+        return dump(by_value)
+
+
 def dumped_somehow(value: Any) -> tuple[bytes, list[Any]]:
     """As `dumped`, by cloudpickle where pickle cannot and it is there."""
-    try:
-        return dumped(value)
-    except Exception:
-        try:
-            import cloudpickle  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-        except ImportError:
-            cloudpickle = None
-        if cloudpickle is None:
-            raise
-        return dumped(value, cloudpickle)
+    return by_either(lambda plain: dumped(value, plain))
 
 
 # -- copies
@@ -689,26 +700,12 @@ def fault_of(error: BaseException) -> tuple[bytes | None, str, str]:
     with contextlib.suppress(Exception):
         name = f"{name.removeprefix('builtins.')}: {error}"
     try:
-        data, _ = dumped_in_band(error)
+        data = by_either(lambda plain: plain.dumps(error, protocol=5))
         if type(pickle.loads(data)) is not type(error):
             data = None
     except BaseException:  # noqa: BLE001 - whatever its pickling does, the text travels
         data = None
     return data, name, text
-
-
-def dumped_in_band(value: Any) -> tuple[bytes, None]:
-    """The pickle of a value, all in one."""
-    try:
-        return pickle.dumps(value, protocol=5), None
-    except Exception:
-        try:
-            import cloudpickle  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-        except ImportError:
-            cloudpickle = None
-        if cloudpickle is None:
-            raise
-        return cast("Any", cloudpickle).dumps(value, protocol=5), None
 
 
 # -- the program

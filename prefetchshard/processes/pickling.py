@@ -13,6 +13,7 @@ import numpy as np
 
 from prefetchshard.base.errors import ConfigError, SourceError
 from prefetchshard.base.memory import AnyArray
+from prefetchshard.processes.child import cloudpickle_if_there
 from prefetchshard.processes.memory import written
 
 LEAST_SHARED_BYTES = 1024
@@ -60,7 +61,7 @@ def _dumped(parts: dict[str, Any], words: dict[str, str]) -> tuple[bytes, list[A
     """The pickle, the large buffers beside it, and whether it refers to the main module."""
     main = sys.modules.get("__main__")
     can_import_main = getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
-    by_value = _cloudpickle()
+    by_value = cloudpickle_if_there()
     failure: BaseException | None = None
     if can_import_main or by_value is None:
         try:
@@ -93,14 +94,6 @@ def _pickle(kind: Any, value: Any) -> tuple[bytes, list[Any]]:
     file = io.BytesIO()
     kind(file, protocol=5, buffer_callback=beside).dump(value)
     return file.getvalue(), buffers
-
-
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
-    except ImportError:
-        return None
-    return cast("Any", cloudpickle)
 
 
 def _plain_pickler() -> Any:
@@ -172,7 +165,7 @@ def _file_of(array: AnyArray) -> Any:
 def _refused(parts: dict[str, Any], words: dict[str, str], failure: BaseException | None, *, in_main: bool) -> Exception:
     """The error that names the object and says what to do."""
     advice = "define it at the top of a module, and hand its data over as attributes or with functools.partial"
-    if _cloudpickle() is None:
+    if cloudpickle_if_there() is None:
         advice += ", or install cloudpickle, which pickles lambdas and what is defined in functions and notebooks"
     if in_main:
         names = " and ".join(word for name, word in words.items() if b"__main__" in _attempt(parts[name]))
@@ -201,7 +194,7 @@ def _attempt(value: Any) -> bytes:
 def _trouble(value: Any) -> BaseException | None:
     """What pickling it raises, by all means that there are."""
     error: BaseException | None = None
-    by_value = _cloudpickle()
+    by_value = cloudpickle_if_there()
     makers: list[Callable[[], Any]] = [_plain_pickler, *([] if by_value is None else [lambda: _by_value_pickler(by_value)])]
     for make in makers:
         try:

@@ -15,7 +15,7 @@ from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.narrowing import store
 from prefetchshard.measuring.recorder import Span, Stage
 from prefetchshard.planning.plan import Kind, Leaf
-from prefetchshard.processes.child import rebuild
+from prefetchshard.processes.child import PYTHON_NUMBERS, leaf_kinds, rebuild
 from prefetchshard.processes.pool import Pool
 from prefetchshard.processes.worker_process import Answer, StoppedError, WorkerProcess
 from prefetchshard.reading.open_batch import OpenBatch
@@ -34,8 +34,6 @@ MOST_STRUCTURES = 64
 
 MOST_NAMED = 64
 """Rows in an error."""
-
-PYTHON_NUMBERS = frozenset({"bool", "int", "float", "complex"})
 
 
 class ProcessWorker(Worker):
@@ -115,16 +113,11 @@ class ProcessWorker(Worker):
         if self._makes != "batch":
             super()._fill(part, span)
             return
-        numbers, items = self._numbers(part)
-        made: list[Any] = []
-        for i, number in enumerate(numbers):
-            span.enter("reading")
-            item = self._source.read(number) if items is None else items[i]  # pyright: ignore[reportOptionalMemberAccess] - as in `Worker`
-            span.enter("transforming")
-            made.append(self._transformed(item, part.batch.host.epoch, number))
+        made = part.batch.collected = [None] * (part.stop - part.start)
+        super()._fill(part, span)
+        part.batch.collected = None
         span.enter("collating")
-        batch = self._plan.functions.collated(made)
-        self._write_collated(part.batch, batch, span)
+        self._write_collated(part.batch, self._plan.functions.collated(made), span)
 
     def _write_collated(self, batch: OpenBatch, made: Any, span: Span) -> None:
         span.enter("batching")
@@ -178,7 +171,7 @@ class ProcessWorker(Worker):
         found = self._tree_of(structure)
         if found is not None:
             tree, order = found
-            kinds = list(_leaf_kinds(structure))
+            kinds = list(leaf_kinds(structure))
             chosen = [values[i] for i in order]
             if self._write_columns(part.batch, part.start, part.stop, tree, chosen, [kinds[i] for i in order]):
                 return
@@ -188,7 +181,7 @@ class ProcessWorker(Worker):
         """The tree of such examples, and which of their leaves each of its leaves is; None where they have to be taken apart one by one."""
         if structure in self._trees:
             return self._trees[structure]
-        marks = [_Mark(i) for i in range(len(list(_leaf_kinds(structure))))]
+        marks = [_Mark(i) for i in range(len(list(leaf_kinds(structure))))]
         found: tuple[BatchTree, list[int]] | None = None
         try:
             leaves, tree = self._writer.flatten(rebuild(structure, iter(marks)))
@@ -215,10 +208,7 @@ class ProcessWorker(Worker):
                 batch.host.passed[j][start:stop] = _host_values(value, kind)
                 continue
             view = next(views)[start:stop]
-            if leaf.is_narrowed:
-                store(view, value, path=leaf.path, policy=writer.planner.narrow, row=start)
-            else:
-                np.copyto(view, value)
+            store(view, value, path=leaf.path, policy=writer.planner.narrow, row=start, copies=writer.copies)
         return True
 
     def _write_list(self, part: Part, answer: Answer) -> None:
@@ -237,11 +227,6 @@ class ProcessWorker(Worker):
             except NoLeavesError as error:
                 raise no_leaves(error, f"the example at row {number}", self._plan.functions.example_by) from None
         writer.finish()
-
-    def _row_numbers(self, part: Part) -> Sequence[int]:
-        if part.rows is None:
-            return range(part.batch.first_row + part.start, part.batch.first_row + part.stop)
-        return range(part.rows.start, part.rows.stop) if isinstance(part.rows, slice) else part.rows.tolist()
 
     def _write_batch(self, part: Part, answer: Answer, span: Span) -> None:
         """A whole batch, whose arrays lie in shared memory."""
@@ -319,15 +304,6 @@ def _raised(what: tuple[bytes | None, str, str], where: str) -> BaseException:
     return error
 
 
-def _leaf_kinds(structure: tuple[Any, ...]) -> Iterator[str]:
-    kind = structure[0]
-    if kind in ("dict", "list", "tuple"):
-        for part in structure[-1]:
-            yield from _leaf_kinds(part)
-    elif kind != "none":
-        yield kind
-
-
 def _some(numbers: Sequence[int]) -> str:
     """The numbers, for an error."""
     if isinstance(numbers, range):
@@ -360,6 +336,6 @@ def _host_values(value: Any, kind: str) -> list[Any]:
 
 
 def _examples(structure: tuple[Any, ...], values: list[Any], count: int) -> Iterator[Any]:
-    columns = [_host_values(value, kind) for value, kind in zip(values, _leaf_kinds(structure), strict=True)]
+    columns = [_host_values(value, kind) for value, kind in zip(values, leaf_kinds(structure), strict=True)]
     for row in range(count):
         yield rebuild(structure, iter([column[row] for column in columns]))

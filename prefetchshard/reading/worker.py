@@ -152,13 +152,16 @@ class Worker:
 
     def _numbers(self, part: Part) -> tuple[Sequence[int], Sequence[Any] | None]:
         """The number of each item of the part, and the items themselves, where they are there already."""
+        numbers, source = self._row_numbers(part), self._source
+        if part.rows is None:
+            return numbers, part.items
+        return numbers, source.read_many(list(numbers)) if isinstance(source, Dataset) and source.reads_many else None
+
+    def _row_numbers(self, part: Part) -> Sequence[int]:
         rows = part.rows
         if rows is None:
-            first = part.batch.first_row + part.start
-            return range(first, first + len(part.items)), part.items
-        numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
-        source = self._source
-        return numbers, source.read_many(numbers) if isinstance(source, Dataset) and source.reads_many else None
+            return range(part.batch.first_row + part.start, part.batch.first_row + part.stop)
+        return range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
 
     def _transformed(self, item: Any, epoch: int, number: int) -> Any:
         functions = self._plan.functions

@@ -205,7 +205,7 @@ class ExampleWriter:
         return True
 
     def _expect_plain(self, plan: HostPlan, views: Sequence[AnyArray]) -> None:
-        """Where no leaf needs more than a copy, take the next examples apart in the shortest way: three microseconds less each."""
+        """Where no leaf needs more than a copy, take the next examples apart in the shortest way."""
         if len(views) == len(plan.leaves) and not any(leaf.is_narrowed for leaf in plan.leaves):
             self._staged = [(view, leaf.dtype, leaf.example) for view, leaf in zip(views, plan.leaves, strict=True)]
             self._take_apart = plan.tree.tree.flatten_up_to

@@ -90,8 +90,8 @@ def make_limits(source: Source, settings: Settings, *, batch_size: int | None, w
 def _batches_read_at_once(source: Source, settings: Settings, batch_size: int | None, workers: int) -> int:
     """Host batches being read, or read and not on their way yet."""
     has_functions = settings.transform is not None or settings.collate is not None
-    if takes_processes(source, settings):  # what a process does at once may be a whole batch
-        return 1 + workers
+    if takes_processes(source, settings):  # what a process does at once may be a whole batch, and the next one may be asked for already
+        return 1 + (2 * workers if source.is_numbered is True else workers)
     if source.is_memory and settings.transform is None:
         return 1 + workers  # a batch may be one worker's
     if batch_size is None and (source.is_numbered is True or has_functions):

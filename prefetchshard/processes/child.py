@@ -570,15 +570,18 @@ class Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._memory = Memory()
-        self._asked: mmap.mmap | None = None  # memory that the parent writes
+        self._memories: tuple[Memory, Memory] = Memory(), Memory()  # each question says which one is free, and so for what the parent writes
+        self._memory: Memory = self._memories[0]
+        self._asked: list[mmap.mmap | None] = [None, None]
+        self._new: mmap.mmap | None = None  # that the parent wrote for the question that came last
         self.setup: Setup | None = None
 
     def receive(self) -> Any:
         """The next message, and with it perhaps new memory that the parent writes; None: there is no more."""
+        self._new = None
         data, fds, _, _ = socket.recv_fds(self._connection, HEADER.size, 1)
         for fd in fds:
-            self._asked = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
+            self._new = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
             os.close(fd)
         while 0 < len(data) < HEADER.size:
             more = self._connection.recv(HEADER.size - len(data))
@@ -624,9 +627,12 @@ class Server:
         return kind, body, setup.seconds
 
     def _make(self, setup: Setup, question: Any) -> tuple[str, Any]:
-        numbers, epoch, tell, makes, sent = question
+        numbers, epoch, tell, makes, sent, side = question
+        self._memory = self._memories[side]
+        if self._new is not None:
+            self._asked[side] = self._new
         numbers = numbers if isinstance(numbers, range) else numbers.tolist()
-        items = setup.read(numbers, tell) if sent is None else setup.items(self._unpacked(sent), len(numbers))
+        items = setup.read(numbers, tell) if sent is None else setup.items(self._unpacked(sent, side), len(numbers))
         made = setup.made(items, numbers, epoch)
         if makes == "batch":
             return self._packed("batch", setup.collated(list(made)))
@@ -634,10 +640,10 @@ class Server:
             return self._packed("batch", next(made))
         return self._stacked(made, len(numbers))
 
-    def _unpacked(self, sent: Any) -> Any:
+    def _unpacked(self, sent: Any, side: int) -> Any:
         data, where = sent
         # Copies: user code may hold on to an item, and the memory is used again
-        return pickle.loads(data, buffers=[bytearray(cast("Any", self._asked)[start : start + size]) for start, size in where])
+        return pickle.loads(data, buffers=[bytearray(cast("Any", self._asked[side])[start : start + size]) for start, size in where])
 
     def _packed(self, kind: str, value: Any) -> tuple[str, Any]:
         data, buffers = dumped_somehow(value)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +53,7 @@ class Answer:
         kind: what it is: "stack", "list", "batch", "fault", or of its start "ready" or "failed".
         body: by kind; see `child.py`.
         seconds: that it spent in each stage.
-        memory: what it wrote beside; it is written again with the next question.
+        memory: what it wrote beside; it may be written again once another question is asked.
     """
 
     __slots__ = ("body", "kind", "memory", "seconds")
@@ -91,11 +92,13 @@ class WorkerProcess:
         self._over = over
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._answered: mmap.mmap | None = None
-        self._asked = AskedMemory()
+        self._incoming = bytearray()  # what has come of answers
+        self._files: deque[int] = deque()  # that came with them
+        self._open: deque[int] = deque()  # of each question that is not answered yet, which of two memories it has
+        self._asked = AskedMemory(), AskedMemory()
+        self._answered: list[mmap.mmap | None] = [None, None]
         self._poll = select.poll()
         self._pidfd: int | None = None
-        self._is_busy = False
         self._ending = threading.Lock()  # guards the end, which is done once
 
     @property
@@ -196,8 +199,13 @@ class WorkerProcess:
 
     # -- asking
 
-    def ask(self, question: tuple[Any, ...], sent: Any = None) -> Answer:
-        """Ask, and wait for the answer.
+    @property
+    def unanswered(self) -> int:
+        """Questions on their way: at most two, as each has its own memory on both sides."""
+        return len(self._open)
+
+    def ask(self, question: tuple[Any, ...], sent: Any = None) -> None:
+        """Ask; `answer` waits for the answer. What came with the answers before is not to be looked at any more, but for the last one's.
 
         Args:
             question: what to do.
@@ -211,17 +219,30 @@ class WorkerProcess:
         if self.trouble is not None:
             raise self.trouble
         while not self._look():
-            self._wait(select.POLLIN)
+            self._poll.poll()
+            if self._cancelled.given:
+                raise StoppedError
         if self.trouble is not None:
             raise self.trouble
-        packed = None if sent is None else self._packed(sent)
-        self._is_busy = True
-        self._send((*question, packed))
-        answer = self._receive()
-        self._is_busy = False
+        side = 1 if 0 in self._open else 0
+        packed = None if sent is None else self._packed(sent, self._asked[side])
+        self._open.append(side)
+        self._send((*question, packed, side), self._asked[side])
+
+    def answer(self) -> Answer:
+        """The answer to the first question that has none.
+
+        Raises:
+            StoppedError: nothing more is wanted.
+            SourceError: the process has ended.
+        """
+        if self.trouble is not None:
+            raise self.trouble
+        answer = self._receive(self._open[0])
+        self._open.popleft()
         return answer
 
-    def _packed(self, sent: Any) -> tuple[bytes, list[tuple[int, int]]]:
+    def _packed(self, sent: Any, memory: AskedMemory) -> tuple[bytes, list[tuple[int, int]]]:
         try:
             data, buffers = dumped_somehow(sent)
         except Exception as error:
@@ -229,16 +250,16 @@ class WorkerProcess:
                 f"items of the source cannot be sent to a worker process, as they cannot be pickled: {type(error).__name__}: {error}; let the "
                 f"source yield arrays and plain Python values, or use threads, workers=<a number>"
             ) from error
-        return data, self._asked.write(buffers)
+        return data, memory.write(buffers)
 
     @property
     def _fileno(self) -> int:
         return -1 if self._connection is None else self._connection.fileno()
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Any, memory: AskedMemory | None = None) -> None:
         data = pickle.dumps(message, protocol=5)
         view = memoryview(HEADER.pack(len(data)) + data)
-        new = self._asked.new
+        new = None if memory is None else memory.new
         while view:
             connection = self._connection
             if connection is None:
@@ -246,69 +267,70 @@ class WorkerProcess:
             try:
                 count = connection.send(view) if new is None else socket.send_fds(connection, [view], [new])
             except BlockingIOError:
-                self._wait(select.POLLOUT)
+                self._wait(select.POLLIN | select.POLLOUT)  # it may be waiting itself until what it answers is taken
                 continue
             except OSError:
                 raise self._died() from None
-            if new is not None:
-                self._asked.sent()
-                new = None
+            if memory is not None:
+                memory.sent()
+                new = memory = None
             view = view[count:]
 
-    def _wait(self, event: int) -> None:
-        """Wait until the connection is ready for this.
+    def _wait(self, events: int) -> None:
+        """Wait until the connection is ready for one of these, and take what has come.
 
         Raises:
             StoppedError: nothing more is wanted.
+            SourceError: the process has ended.
         """
         connection = self._connection
         if connection is None:
             raise StoppedError
-        if event != select.POLLIN:
-            self._poll.modify(connection, event)
+        if events != select.POLLIN:
+            self._poll.modify(connection, events)
         try:
-            ready = [fd for fd, _ in self._poll.poll()]
+            ready = dict(self._poll.poll())
         finally:
-            if event != select.POLLIN:
+            if events != select.POLLIN:
                 self._poll.modify(connection, select.POLLIN)
         if self._cancelled.given:
             raise StoppedError
-        if self._pidfd in ready and connection.fileno() not in ready:
+        of_connection = ready.get(connection.fileno(), 0)
+        if self._pidfd in ready and not of_connection:
             raise self._died()
+        if of_connection & ~select.POLLOUT:
+            self._take(connection)
 
-    def _receive(self) -> Answer:
-        """The answer that comes: one a question, so that nothing of the next one can come with it."""
-        whole, fds, count = bytearray(), list[int](), HEADER.size
+    def _take(self, connection: socket.socket) -> None:
+        """Take what has come."""
         try:
-            while len(whole) < count:
-                self._wait(select.POLLIN)
-                whole += self._read(fds)
-                if count == HEADER.size <= len(whole):
-                    count += HEADER.unpack_from(whole)[0]
-            (kind, body, seconds), size = pickle.loads(memoryview(whole)[HEADER.size :])
-            if size is not None:
-                self._answered = None
-                self._answered = mmap.mmap(fds[0], size, access=mmap.ACCESS_READ)
-        finally:
-            for fd in fds:
-                os.close(fd)
-        return Answer(kind, body, seconds, memoryview(b"") if self._answered is None else memoryview(self._answered))
-
-    def _read(self, fds: list[int]) -> bytes:
-        """What has come, and with it perhaps a file."""
-        connection = self._connection
-        if connection is None:
-            raise StoppedError
-        try:
-            data, new, _, _ = socket.recv_fds(connection, READ_BYTES, 1)
+            data, files, _, _ = socket.recv_fds(connection, READ_BYTES, 1)
         except BlockingIOError:
-            return b""
+            return
         except OSError:
             raise self._died() from None
-        fds += new
+        self._files += files
         if not data:
             raise self._died()
-        return data
+        self._incoming += data
+
+    def _receive(self, side: int = 0) -> Answer:
+        """The next answer; what it wrote beside lies in the memory of this side."""
+        incoming = self._incoming
+        while len(incoming) < HEADER.size or len(incoming) < HEADER.size + HEADER.unpack_from(incoming)[0]:
+            self._wait(select.POLLIN)
+        end = HEADER.size + HEADER.unpack_from(incoming)[0]
+        (kind, body, seconds), size = pickle.loads(bytes(incoming[HEADER.size : end]))
+        del incoming[:end]
+        if size is not None:
+            file = self._files.popleft()
+            try:
+                self._answered[side] = None
+                self._answered[side] = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+            finally:
+                os.close(file)
+        answered = self._answered[side]
+        return Answer(kind, body, seconds, memoryview(b"") if answered is None else memoryview(answered))
 
     def _died(self) -> BaseException:
         """Why the process does not answer any more."""
@@ -348,14 +370,17 @@ class WorkerProcess:
             pidfd, self._pidfd = self._pidfd, None
             if pidfd is not None:
                 os.close(pidfd)
-            self._asked.close()
-            self._answered = None
+            for memory in self._asked:
+                memory.close()
+            while self._files:
+                os.close(self._files.popleft())
+            self._answered = [None, None]
             self._process = None
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         began = time.monotonic()
         if self.is_ready:
-            if _has_ended(process, BUSY_SECONDS if self._is_busy else IDLE_SECONDS):
+            if _has_ended(process, BUSY_SECONDS if self._open else IDLE_SECONDS):
                 _log.debug("%s has ended after %.3f s", self, time.monotonic() - began)
                 return
             process.terminate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -35,6 +36,10 @@ MOST_STRUCTURES = 64
 MOST_NAMED = 64
 """Rows in an error."""
 
+QUICK_SECONDS = 0.2
+"""A process that takes no longer than this for a part is asked for the next one before it has answered, and need not wait for its thread.
+Where it takes longer, that wait is nothing, and the next part is rather for whichever process is free first."""
+
 
 class ProcessWorker(Worker):
     """Does parts as `Worker` does, in a process of the thread's own. Until its process is ready, the first thread does them by itself.
@@ -59,13 +64,19 @@ class ProcessWorker(Worker):
         self._mine = _Mine()
         self._trees: dict[Any, tuple[BatchTree, list[int]] | None] = {}  # by the structure of examples, see `_tree_of`
 
-    def work(self, deal: Callable[[], Part | None]) -> None:
+    def work(self, deal: Callable[[], Part | None], deal_at_once: Callable[[], Part | None] | None = None) -> None:
+        """Do what is dealt out until there is no more.
+
+        Args:
+            deal: the next part; waits for it.
+            deal_at_once: the next part if that is there already, else None.
+        """
         process = self._mine.process = self.pool.claim()
         try:
             process.start()
             if not process.is_first:
                 process.wait_ready()
-            super().work(deal)
+            super().work(lambda: self._next_part(process, deal, deal_at_once))
         finally:
             self.pool.over.give()
             ident = threading.get_ident()
@@ -78,13 +89,38 @@ class ProcessWorker(Worker):
 
     # -- parts
 
+    def _next_part(
+        self, process: WorkerProcess, deal: Callable[[], Part | None], deal_at_once: Callable[[], Part | None] | None
+    ) -> Part | None:
+        """The next part to be done; its process was asked for it, and for one more where that can be."""
+        asked = self._mine.asked
+        if not asked:
+            part = deal()
+            if part is None or not process.works:
+                return part
+            self._ask(process, part)
+        part, _ = asked[0]
+        if len(asked) == 1 and deal_at_once is not None and (part.stop - part.start) * self.process_row_seconds < QUICK_SECONDS:
+            following = deal_at_once()
+            if following is not None:
+                self._ask(process, following)
+        return part
+
+    def do(self, part: Part) -> None:
+        asked = self._mine.asked
+        try:
+            super().do(part)
+        finally:
+            if asked:
+                asked.popleft()
+
     def _fill(self, part: Part, span: Span) -> None:
-        process = self._mine.process
-        if process is None or not process.works:
+        process, asked = self._mine.process, self._mine.asked
+        if process is None or not asked:
             self._fill_here(part, span)
             return
         try:
-            answer = self._ask(process, part)
+            answer = self._answer(process)
         except StoppedError:
             return
         except SourceError as error:
@@ -135,15 +171,34 @@ class ProcessWorker(Worker):
 
     # -- asking
 
-    def _ask(self, process: WorkerProcess, part: Part) -> Answer:
+    def _ask(self, process: WorkerProcess, part: Part) -> None:
+        """Ask for a part. What goes wrong is raised where its answer is waited for, which says of which batch that is."""
+        try:
+            process.ask(*self._question(part))
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._mine.asked.append((part, error))
+        else:
+            self._mine.asked.append((part, None))
+
+    def _answer(self, process: WorkerProcess) -> Answer:
+        _, failure = self._mine.asked[0]
+        if failure is None:
+            return process.answer()
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame
+
+    def _question(self, part: Part) -> tuple[tuple[Any, ...], Any]:
+        """What to do, and what is sent with it."""
         rows, source, epoch = part.rows, self._source, part.batch.host.epoch
         tell = source.told if isinstance(source, Dataset) and source.takes_epoch else None
         if rows is None:
             first = part.batch.first_row + part.start
-            return process.ask((range(first, first + len(part.items)), epoch, None, self._makes), part.items)
+            return (range(first, first + len(part.items)), epoch, None, self._makes), part.items
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows
         sent = [leaf[rows] for leaf in source.leaves] if isinstance(source, Arrays) else None
-        return process.ask((numbers, epoch, tell, self._makes), sent)
+        return (numbers, epoch, tell, self._makes), sent
 
     def _raise_fault(self, process: WorkerProcess, part: Part, span: Span, body: Any) -> None:
         stage, number, (kind, what) = body
@@ -246,6 +301,9 @@ class _Mine(threading.local):
     """What each thread has for itself."""
 
     process: WorkerProcess | None = None
+
+    def __init__(self) -> None:
+        self.asked: deque[tuple[Part, BaseException | None]] = deque()  # parts that the process was asked for, and are not done
 
 
 class _Mark:

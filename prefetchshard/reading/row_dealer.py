@@ -74,6 +74,7 @@ class RowDealer:
         self._epoch = plan.start.epoch
         self._began = False
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
+        self._batch_is_cut = self._epoch_is_cut = True  # no part of the batch, or of the epoch, is left to be dealt
         self._part_rows, self._least_rows = self._choose_part_rows()
         self._in_use = _InUse()
         self.interrupt: Callable[[], None] = self._in_use.wake
@@ -92,7 +93,10 @@ class RowDealer:
 
     def _work(self) -> None:
         try:
-            self._worker.work(self.deal)
+            if self._processes is not None:
+                self._processes.work(self.deal, self.deal_at_once)
+            else:
+                self._worker.work(self.deal)
         finally:
             if self._dataset is not None:
                 self._leave(self._dataset)
@@ -114,18 +118,34 @@ class RowDealer:
     def deal(self) -> Part | None:
         """The next run of rows; None: there is no more, or nothing more is wanted."""
         with self._lock:
-            try:
-                if self._parts is None:
-                    self._parts = self._deal_all()
-                part = next(self._parts, None)
-            except BaseException as error:  # noqa: BLE001 - a thread has no caller, and `set_epoch` is the source's code
-                self._plan.out.end(ReadFailure(error, "starting an epoch", self._epoch, of_batch=False))
-                return None
-            if part is None:
-                self._plan.out.end()
-            elif self._told is not None:
-                self._in_use.enter()
-            return part
+            return self._deal()
+
+    def deal_at_once(self) -> Part | None:
+        """The same where nothing has to be waited for, else None; for a worker that has a part already.
+
+        It never begins an epoch, for which the parts of the one before have to be done.
+        """
+        if not self._lock.acquire(blocking=False):  # who deals may be waiting
+            return None
+        try:
+            waits = self._batch_is_cut and (self._epoch_is_cut or not self._plan.out.has_room)
+            return None if waits else self._deal()
+        finally:
+            self._lock.release()
+
+    def _deal(self) -> Part | None:
+        try:
+            if self._parts is None:
+                self._parts = self._deal_all()
+            part = next(self._parts, None)
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller, and `set_epoch` is the source's code
+            self._plan.out.end(ReadFailure(error, "starting an epoch", self._epoch, of_batch=False))
+            return None
+        if part is None:
+            self._plan.out.end()
+        elif self._told is not None:
+            self._in_use.enter()
+        return part
 
     def _deal_all(self) -> Iterator[Part]:
         """Every part of the run, in order. Runs on under the lock, in whichever worker asks."""
@@ -143,7 +163,7 @@ class RowDealer:
                 # The last item of a source that makes the batches may turn out short, and be dropped
                 may_be_dropped = plan.batch_size is None and plan.remainder == "drop" and order.length - done == 1
                 batch = OpenBatch(ticket, epoch, start, EpochEnd(None if may_be_dropped else span is None))
-                batch.host.is_last = span is None
+                batch.host.is_last = self._epoch_is_cut = span is None
                 yield from self._cut(batch, start, done)
             plan.recorder.count(dropped=order.length - done)
             if is_empty and plan.epochs is None:
@@ -181,6 +201,7 @@ class RowDealer:
         for first in range(0, count, size):
             last = min(first + size, count)
             some = slice(rows.start + first, rows.start + last) if isinstance(rows, slice) else rows[first:last]
+            self._batch_is_cut = last == count
             yield Part(batch, first, last, rows=some)
 
     # -- how large a part is

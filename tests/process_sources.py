@@ -48,6 +48,15 @@ class Rows:
                 return x
             case "numbers":
                 return {"ids": [row, row + 1, row + 2], "x": x}
+            case "mixed":  # as the first one, in another order, of another byte order, an array for a scalar
+                return [
+                    {"x": x, "row": np.int32(row)},
+                    {"row": np.int32(row), "x": x},
+                    {"x": x.astype(">f4"), "row": np.int32(row)},
+                    {"x": x, "row": np.array(row, np.int32)},
+                ][(row // 2) % 4]
+            case "row and set":
+                return {"row": np.int32(row), "text": {row}}
             case "text":
                 return {"x": x, "name": f"row {row}", "more": {"a": x, "n": row}, "odd": {row}}
             case "fortran":
@@ -55,6 +64,13 @@ class Rows:
             case _:  # one buffer for all
                 self.buffer[:] = x
                 return {"x": self.buffer, "row": np.int32(row)}
+
+
+class Loud(Rows):
+    """Examples that have to be pickled, and are large: an answer does not fit into a socket's buffer."""
+
+    def __getitem__(self, row: int) -> Any:
+        return {"row": np.int32(row), "text": {f"{row}" * 2000}}
 
 
 class Many(Rows):
@@ -309,6 +325,18 @@ def has_no_memory(example: Any) -> Any:
 
 def crashes(example: Any) -> Any:
     ctypes.string_at(0)
+    return example
+
+
+def late_exit(example: Any) -> Any:
+    if example["n"] == 200:
+        os._exit(3)
+    return example
+
+
+def late_raise(example: Any) -> Any:
+    if example["n"] == 200:
+        raise ValueError("this one")
     return example
 
 

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import math
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ import prefetchshard as ps
 import process_sources as sources
 from prefetchshard.ordering.epoch_order import seed_sequence
 from prefetchshard.processes import child, pickling, worker_process
+from prefetchshard.reading import process_worker
 from support import HANG_SECONDS, run_python
 
 TWO = ps.Processes(2)
@@ -109,6 +111,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "array": (functools.partial(sources.Rows, 40, "array"), {"narrow": "error"}),
     "numbers": (functools.partial(sources.Rows, 40, "numbers"), {}),
     "fortran": (functools.partial(sources.Rows, 40, "fortran"), {}),
+    "mixed": (functools.partial(sources.Rows, 40, "mixed"), {}),
     "one buffer": (functools.partial(sources.Rows, 40, "buffer"), {}),
     "host": (functools.partial(sources.Rows, 37, "text"), {"host": ("name", "more", "odd"), "remainder": "pad"}),
     "host leaves": (sources.Rows, {"host": ("x", "row", "flag", "n")}),
@@ -194,6 +197,76 @@ def test_epochs_reach_the_processes() -> None:
     assert [int(batch["epoch"][0]) for batch in batches] == [5, 5, 6, 6]
     own = list(ps.Loader(ps.per_worker(functools.partial(sources.Epochs, 16)), P("data"), batch_size=8, epochs=2, workers=TWO))
     assert [int(batch["epoch"][0]) for batch in own] == [0, 0, 1, 1]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many questions each process had to answer, whenever it was asked one more."""
+    counts: list[int] = []
+    ask = worker_process.WorkerProcess.ask
+
+    def counted(process: worker_process.WorkerProcess, *args: Any) -> None:
+        ask(process, *args)
+        counts.append(process.unanswered)
+
+    monkeypatch.setattr(worker_process.WorkerProcess, "ask", counted)
+    monkeypatch.setattr(process_worker, "QUICK_SECONDS", math.inf)
+    return counts
+
+
+def growing() -> Any:
+    return {"x": np.arange(1 << 20, dtype=np.float32).reshape(512, -1), "row": np.arange(512, dtype=np.int32)}
+
+
+@pytest.mark.usefixtures("only_processes")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (functools.partial(sources.Epochs, 88), {"epochs": 3}),
+        (functools.partial(sources.Rows, 800, "text"), {"host": ("name", "more", "odd")}),
+        (functools.partial(sources.Rows, 800), {"transform": sources.ragged, "collate": sources.pad, "shuffle": True}),
+        (growing, {"transform": sources.double, "shuffle": True}),
+        (functools.partial(sources.Loud, 800), {"host": ("text",), "batch_size": 40}),
+        (
+            lambda: [batch for _ in range(20) for batch in sources.batches()],
+            {"batch_size": None, "transform": sources.negate, "host": ("name",)},
+        ),
+    ],
+    ids=["epochs", "pickles", "collate", "arrays", "large answers", "batches"],
+)
+def test_a_process_is_asked_before_it_has_answered(make: Any, options: dict[str, Any], asked: list[int]) -> None:
+    options = {"batch_size": 8} | options
+    for one, other in zip(taken(make, 1, options), taken(make, TWO, options), strict=True):
+        same(one, other)
+    assert 2 in asked
+    assert max(asked) == 2
+
+
+@pytest.mark.usefixtures("only_processes", "asked")
+def test_a_question_and_an_answer_that_fill_the_socket() -> None:
+    options = {"batch_size": 1 << 16, "shuffle": True, "host": ("text",), "epochs": 6}
+    make = functools.partial(sources.Rows, 1 << 17, "row and set")
+    for one, other in zip(taken(make, 1, options), taken(make, ps.Processes(1), options), strict=True):
+        same(one, other)
+
+
+@pytest.mark.usefixtures("only_processes")
+@pytest.mark.parametrize(("transform", "words"), [(sources.late_exit, "ended with exit code 3"), (sources.late_raise, "row 200")])
+def test_what_fails_while_two_are_asked_for(transform: Callable[..., Any], words: str, asked: list[int]) -> None:
+    got: list[int] = []
+    batches = iter(ps.Loader(sources.Rows(400), P("data"), batch_size=8, workers=ps.Processes(1), transform=transform))
+    with pytest.raises((ps.SourceError, ValueError)) as caught:
+        got.extend(row for batch in batches for row in np.asarray(batch["row"]).tolist())
+    assert words in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert got == list(range(200))
+    assert 2 in asked
+
+
+@pytest.mark.usefixtures("only_processes")
+def test_a_slow_process_is_not_asked_ahead(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_worker, "QUICK_SECONDS", 0.0)
+    assert len(taken(functools.partial(sources.Rows, 80), TWO, {"batch_size": 8})) == 10
+    assert set(asked) == {1}
 
 
 @pytest.mark.usefixtures("only_processes")

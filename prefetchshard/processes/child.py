@@ -33,7 +33,7 @@ HEADER = struct.Struct("<Q")
 ALIGNMENT = 64
 LEAST_BYTES = 1 << 20
 """Shared memory is made at least so large."""
-ATOMS = (str, bytes, bool, int, float, complex, type(None))
+ATOMS = {str, bytes, bool, int, float, complex, type(None), *(np.dtype(code).type for code in "?bBhHiIlLqQefdgFDGmM")}
 
 Array = Any
 
@@ -218,11 +218,15 @@ class Stack:
         self._count = count
         self._rows = 0
         self._views: list[Any] = []
+        self._fields: list[tuple[Any, Any, Any, Any, Any]] = []  # see `_add_like_the_first`
         self.structure: tuple[Any, ...] | None = None
         self.columns: list[Any] = []
 
     def add(self, example: Any) -> bool:
         """Write the next one. False: it is unlike the others, or none that can be stacked."""
+        if self._fields and self._add_like_the_first(example):
+            self._rows += 1
+            return True
         leaves: list[Any] = []
         structure = take_apart(example, leaves)
         if structure is None or not leaves:
@@ -265,6 +269,20 @@ class Stack:
             self.columns.append((dtype, shape, start))
             self._views.append(np.ndarray((self._count, *shape), dtype, room, start))
         self.structure = structure
+        if structure[0] == "dict" and all(part[0] in ("array", "scalar") for part in structure[2]):
+            parts = zip(structure[1], self._views, forms, leaves, strict=True)
+            self._fields = [(key, view, type(leaf), *cast("Any", form)) for key, view, form, leaf in parts]
+
+    def _add_like_the_first(self, example: Any) -> bool:
+        """Write a dict of arrays and scalars in the shortest way, as most examples are such. False: it is to be looked at closely."""
+        if type(example) is not dict or len(cast("Any", example)) != len(self._fields):
+            return False
+        row = self._rows
+        for (key, view, kind, dtype, shape), (its_key, leaf) in zip(self._fields, cast("Any", example).items(), strict=True):
+            if its_key != key or type(leaf) is not kind or leaf.dtype != dtype or leaf.shape != shape:
+                return False
+            view[row] = leaf
+        return True
 
     def examples(self) -> Iterator[Any]:
         """Those that were written, one by one."""
@@ -341,8 +359,15 @@ def dumped_somehow(value: Any) -> tuple[bytes, list[Any]]:
 def private_copy(value: Any) -> Any:
     """A copy that shares no array, list or dict with the value: what functions do to an item must not reach the source."""
     kind = cast("Any", type(value))
-    if kind is dict:
-        return {key: private_copy(part) for key, part in value.items()}
+    if kind is dict:  # most examples are dicts, and this spares a call for each number and array
+        copies: dict[Any, Any] = {}
+        for key, part in value.items():
+            of = cast("Any", type(part))
+            if of is np.ndarray and not part.dtype.hasobject:
+                copies[key] = part.copy()
+            else:
+                copies[key] = part if of in ATOMS else private_copy(part)
+        return copies
     if kind in ATOMS or (_is(value, np.generic) and not _is(value, np.void)):
         return value
     if _is(value, np.ndarray):
@@ -570,7 +595,8 @@ class Server:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._memories: tuple[Memory, Memory] = Memory(), Memory()  # each question says which one is free, and so for what the parent writes
+        # Two of each: a question may come before the answer to the one before was looked at, and says which it is to use
+        self._memories: tuple[Memory, Memory] = Memory(), Memory()
         self._memory: Memory = self._memories[0]
         self._asked: list[mmap.mmap | None] = [None, None]
         self._new: mmap.mmap | None = None  # that the parent wrote for the question that came last

@@ -85,7 +85,7 @@ class _Run:
         alone = 0.0
         for sample in self._workload.samples():
             batch = put(sample, self._place) if put else self._place.put(sample)
-            alone = seconds_alone(step, batch, 20 if self._job["compute"] else 1)
+            alone = seconds_alone(step, batch, 20, self._job["seconds"] / 2) if self._job["compute"] else seconds_alone(step, batch, 1)
         return step, alone
 
     def measure(self) -> None:

@@ -69,7 +69,7 @@ def cells(run: Record) -> list[str]:
         f"{run['samples_per_second']:,.0f}",
         f"{run['batches_per_second']:,.1f}",
         f"{1000 * run['batch_seconds']:.3g}",
-        "" if ratio is None else f"{ratio:.2f}",
+        "" if ratio is None else f"{ratio:.3f}",
         f"{run['cpu_seconds_per_gb']:.3g}",
         f"{peak / 1e6:,.0f}",
         f"{(peak - run['rss_base_bytes']) / 1e6:,.0f}",

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -123,21 +123,16 @@ class Placer:
         leaves, shardings, paths = _to_put(host)
         if host.plan.microbatches is not None:
             host.plan.cut_on_host(host.passed)
-        like = host.plan.put.shardings
-        wants_key = self._device_transform is not None and self._device_transform.wants_key and bool(like)
+        wants_key = self._device_transform is not None and self._device_transform.wants_key and bool(shardings)
         if wants_key:
             leaves.append(step_value(host.position.step))
-            shardings = [*shardings, replicated_like(like[0])]
+            shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
         row = host.position.first_row if host.examples is not None else host.position.after.batches - 1
         span = Span(self._recorder, "placing", host.epoch, row)
         is_late = host.plan.has_device_leaves and any(type(leaf) is Deferred for leaf in leaves)
         arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)
         step = arrays.pop() if wants_key else None if self._device_transform is None else step_value(host.position.step)
-        packing = host.plan.packing
-        if packing is not None and packing.takes_memory:
-            with explicit():
-                arrays = _in_order(packing, packing.unpack(cast("Any", host.memory).slab), arrays)
         return PendingTransfer(host, arrays, step, span, is_late=is_late)
 
     def land(self, flight: PendingTransfer) -> PlacedBatch:
@@ -174,9 +169,7 @@ class Placer:
         if flight.is_late or host.plan.packing is not None or self._gather is not None:
             with self._context.set_aside():
                 arrays = [array.put() if type(array) is Deferred else array for array in arrays] if flight.is_late else arrays
-                packing = host.plan.packing
-                if packing is not None and not packing.takes_memory:
-                    arrays = _in_order(packing, packing.unpack(arrays[0]), arrays[1:])
+                arrays = arrays if host.plan.packing is None else _unpacked(host.plan.packing, arrays)
                 arrays = arrays if self._gather is None else self._gather(arrays)
         if self._device_transform is None:
             return plan.assemble(arrays, host.passed)
@@ -196,16 +189,13 @@ class Placer:
 
 
 def _to_put(host: HostBatch) -> tuple[list[Any], list[Any], list[str]]:
-    """What is put of a batch, where it goes, and its paths: the slab of the packed leaves first, where that is put."""
+    """What is put of a batch, where it goes, and its paths: the slab of the packed leaves first, where there is one."""
     plan, memory = host.plan, host.memory
     if plan.packing is None or memory is None:
         return [_leaf_to_put(host, n) for n in range(len(plan.put.indices))], plan.put.shardings, plan.put.paths
     others = plan.packing.others
-    leaves = [_leaf_to_put(host, n) for n in others]
-    shardings, paths = [plan.put.shardings[n] for n in others], [plan.put.paths[n] for n in others]
-    if plan.packing.takes_memory:
-        return leaves, shardings, paths
-    return [memory.slab, *leaves], [plan.packing.sharding, *shardings], ["(small leaves)", *paths]
+    shardings = [plan.packing.sharding, *(plan.put.shardings[n] for n in others)]
+    return [memory.slab, *(_leaf_to_put(host, n) for n in others)], shardings, ["(small leaves)", *(plan.put.paths[n] for n in others)]
 
 
 def _put_but_late(leaves: list[Any], shardings: list[Any], paths: list[str]) -> list[Any]:
@@ -245,12 +235,13 @@ def _is_to_change(value: Any, shape: tuple[int, ...], sharding: Any) -> bool:
     return value.shape != shape or not value.sharding.is_equivalent_to(sharding, len(shape))
 
 
-def _in_order(packing: Packing, unpacked: list[Any], others: list[Any]) -> list[Any]:
+def _unpacked(packing: Packing, arrays: list[Any]) -> list[Any]:
     """All arrays of a batch in the order of its plan."""
-    if not others:
-        return unpacked
+    cut: list[Any] = packing.unpack(arrays[0])
+    if not packing.others:
+        return cut
     whole: list[Any] = [None] * (len(packing.places) + len(packing.others))
-    for n, array in zip((*packing.places, *packing.others), (*unpacked, *others), strict=True):
+    for n, array in zip((*packing.places, *packing.others), (*cut, *arrays[1:]), strict=True):
         whole[n] = array
     return whole
 

@@ -9,6 +9,8 @@ import gc
 import math
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import prefetchshard as ps
 import process_sources as sources
 from prefetchshard.ordering.epoch_order import seed_sequence
-from prefetchshard.processes import child, pickling, worker_process
+from prefetchshard.processes import child, pickling, pool, worker_process
 from prefetchshard.reading import process_worker
 from support import HANG_SECONDS, run_python
 
@@ -260,6 +262,33 @@ def test_what_fails_while_two_are_asked_for(transform: Callable[..., Any], words
     assert words in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
     assert got == list(range(200))
     assert 2 in asked
+
+
+def test_an_answer_is_not_lost_with_its_process() -> None:
+    sent = {
+        "source": "dataset", "dataset": sources.Rows(8), "transform": None, "collate": None, "wants_rng": False, "seed": 0, "reads_many": False,
+    }  # fmt: skip
+    group = pool.Pool(1, sent, {})
+    process = group.claim()
+    try:
+        process.start()
+        process.wait_ready()
+        for first in (0, 4):
+            process.ask((range(first, first + 2), 0, None, "examples"))
+        assert process.answer().kind == "stack"
+        assert select.select([process._fileno], [], [], HANG_SECONDS)[0]
+        os.kill(process.pid, signal.SIGKILL)
+        assert process._process is not None
+        process._process.wait(HANG_SECONDS)
+        with pytest.raises(ps.SourceError, match="was ended by SIGKILL"):
+            process.ask((range(6, 8), 0, None, "examples"))
+        answer = process.answer()
+        dtype, shape, start = answer.body[1][1]
+        assert np.ndarray((2, *shape), dtype, answer.memory, start).tolist() == [4, 5]
+        with pytest.raises(ps.SourceError, match="was ended by SIGKILL"):
+            process.answer()
+    finally:
+        group.leave(process)
 
 
 @pytest.mark.usefixtures("only_processes")

@@ -230,14 +230,12 @@ class WorkerProcess:
         self._send((*question, packed, side), self._asked[side])
 
     def answer(self) -> Answer:
-        """The answer to the first question that has none.
+        """The answer to the first question that has none; also where the process has ended, once it had answered.
 
         Raises:
             StoppedError: nothing more is wanted.
             SourceError: the process has ended.
         """
-        if self.trouble is not None:
-            raise self.trouble
         answer = self._receive(self._open[0])
         self._open.popleft()
         return answer
@@ -320,7 +318,7 @@ class WorkerProcess:
         while len(incoming) < HEADER.size or len(incoming) < HEADER.size + HEADER.unpack_from(incoming)[0]:
             self._wait(select.POLLIN)
         end = HEADER.size + HEADER.unpack_from(incoming)[0]
-        (kind, body, seconds), size = pickle.loads(bytes(incoming[HEADER.size : end]))
+        (kind, body, seconds), size = pickle.loads(incoming[HEADER.size : end])
         del incoming[:end]
         if size is not None:
             file = self._files.popleft()

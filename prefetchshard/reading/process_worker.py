@@ -96,7 +96,7 @@ class ProcessWorker(Worker):
         asked = self._mine.asked
         if not asked:
             part = deal()
-            if part is None or not process.works:
+            if part is None or part.work is not None or not process.works:
                 return part
             self._ask(process, part)
         part, _ = asked[0]

@@ -25,8 +25,7 @@ from test_processes import children
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks files up in /proc")]
 
-FAULTS = 50
-"""In each of four tests: one that takes longer than `faulthandler_timeout` has its threads written out, which can crash a busy process."""
+FAULTS = 50  # in each of four tests
 KINDS: dict[str, tuple[Callable[..., Any] | None, str]] = {
     "killed": (None, "was ended by SIGKILL"),
     "terminated": (None, "was ended by SIGTERM"),

@@ -11,6 +11,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -245,9 +246,18 @@ def test_a_process_is_asked_before_it_has_answered(make: Any, options: dict[str,
 
 
 @pytest.mark.usefixtures("only_processes", "asked")
-def test_a_question_and_an_answer_that_fill_the_socket() -> None:
-    options = {"batch_size": 1 << 16, "shuffle": True, "host": ("text",), "epochs": 6}
-    make = functools.partial(sources.Rows, 1 << 17, "row and set")
+def test_a_question_and_an_answer_that_fill_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = socket.socketpair
+
+    def small(*args: Any) -> tuple[socket.socket, socket.socket]:
+        ends = pair(*args)
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return ends
+
+    monkeypatch.setattr(worker_process.socket, "socketpair", small)
+    options = {"batch_size": 2048, "shuffle": True, "host": ("text",), "epochs": 3}
+    make = functools.partial(sources.Rows, 4096, "row and set")
     for one, other in zip(taken(make, 1, options), taken(make, ps.Processes(1), options), strict=True):
         same(one, other)
 

@@ -29,7 +29,9 @@ import prefetchshard as ps
 import process_sources as sources
 from prefetchshard.ordering.epoch_order import seed_sequence
 from prefetchshard.processes import child, pickling, pool, worker_process
+from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading import process_worker
+from prefetchshard.reading.row_dealer import RowDealer
 from support import HANG_SECONDS, run_python
 
 TWO = ps.Processes(2)
@@ -243,6 +245,31 @@ def test_a_process_is_asked_before_it_has_answered(make: Any, options: dict[str,
         same(one, other)
     assert 2 in asked
     assert max(asked) == 2
+
+
+@pytest.mark.usefixtures("only_processes")
+def test_who_has_a_part_waits_for_no_room(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room may shrink at any moment, when a batch turns out to be large: who waited for it might wait for its own part."""
+    ahead, waited = threading.local(), list[str]()
+    at_once, reserve = RowDealer.deal_at_once, BoundedQueue.reserve
+
+    def noted(dealer: Any) -> Any:
+        ahead.has_one = True
+        try:
+            return at_once(dealer)
+        finally:
+            ahead.has_one = False
+
+    def told(queue: Any) -> Any:
+        if getattr(ahead, "has_one", False):
+            waited.append(threading.current_thread().name)
+        return reserve(queue)
+
+    monkeypatch.setattr(RowDealer, "deal_at_once", noted)
+    monkeypatch.setattr(BoundedQueue, "reserve", told)
+    assert len(taken(functools.partial(sources.Rows, 800), TWO, {"batch_size": 8})) == 100
+    assert 2 in asked
+    assert not waited
 
 
 @pytest.mark.usefixtures("only_processes", "asked")

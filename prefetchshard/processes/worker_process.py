@@ -334,6 +334,8 @@ class WorkerProcess:
         """Why the process does not answer any more."""
         if self._cancelled.given:
             return StoppedError()
+        if self.trouble is not None:  # that was found out before
+            return self.trouble
         process = self._process
         assert process is not None
         deadline = time.monotonic() + DEATH_SECONDS

@@ -128,15 +128,18 @@ class BoundedQueue(Generic[T]):
 
     def reserve(self) -> Ticket[T] | None:
         """Wait for room and take a place. None: nothing more is wanted."""
-        ticket = Ticket(self)  # outside the lock: an allocation may run finalisers
-        while True:
-            with self.senders.lock:
-                if self._refusing:
-                    return None
-                if self.has_room:
-                    self.line.append(ticket)
-                    return ticket
+        while (ticket := self.reserve_nowait()) is None and not self._refusing:
             self.senders.wait_measured(lambda: self._refusing or self.has_room, in_bursts=self.in_bursts)
+        return ticket
+
+    def reserve_nowait(self) -> Ticket[T] | None:
+        """Take a place. None: there is no room, or nothing more is wanted."""
+        ticket = Ticket(self)  # outside the lock: an allocation may run finalisers
+        with self.senders.lock:
+            if self._refusing or not self.has_room:
+                return None
+            self.line.append(ticket)
+        return ticket
 
     def put(self, item: T) -> bool:
         """Reserve and send. False: nothing more is wanted, and the item was not taken over."""

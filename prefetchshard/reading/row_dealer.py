@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
@@ -14,7 +15,7 @@ from prefetchshard.planning.host_batch import EpochMark, ReadFailure
 from prefetchshard.reading.first_reads import FirstReads
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.process_worker import ProcessWorker
-from prefetchshard.reading.reading_plan import Part, ReadingPlan
+from prefetchshard.reading.reading_plan import HostTicket, Part, ReadingPlan
 from prefetchshard.reading.worker import Worker
 from prefetchshard.reading.writing import Writer
 from prefetchshard.sharding.batch_tree import BatchTree
@@ -74,7 +75,8 @@ class RowDealer:
         self._epoch = plan.start.epoch
         self._began = False
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
-        self._batch_is_cut = self._epoch_is_cut = True  # no part of the batch, or of the epoch, is left to be dealt
+        self._next_begins: Literal["part", "batch", "epoch"] = "epoch"
+        self._ticket: HostTicket | None = None  # of the next batch, where it was taken before that is dealt
         self._part_rows, self._least_rows = self._choose_part_rows()
         self._in_use = _InUse()
         self.interrupt: Callable[[], None] = self._in_use.wake
@@ -128,8 +130,12 @@ class RowDealer:
         if not self._lock.acquire(blocking=False):  # who deals may be waiting
             return None
         try:
-            waits = self._batch_is_cut and (self._epoch_is_cut or not self._plan.out.has_room)
-            return None if waits else self._deal()
+            if self._next_begins == "batch":
+                # There is no looking for room first: it shrinks where a batch turns out to be large, and who waited might wait for its own part
+                self._ticket = self._plan.out.reserve_nowait()
+                if self._ticket is None:
+                    return None
+            return None if self._next_begins == "epoch" else self._deal()
         finally:
             self._lock.release()
 
@@ -155,7 +161,7 @@ class RowDealer:
             done = self._rows_done(epoch)
             is_empty, span = done == 0, order.span(done)
             while span is not None:
-                ticket = plan.out.reserve()
+                ticket, self._ticket = self._ticket or plan.out.reserve(), None
                 if ticket is None:
                     return
                 (start, done), is_empty = span, False
@@ -163,7 +169,7 @@ class RowDealer:
                 # The last item of a source that makes the batches may turn out short, and be dropped
                 may_be_dropped = plan.batch_size is None and plan.remainder == "drop" and order.length - done == 1
                 batch = OpenBatch(ticket, epoch, start, EpochEnd(None if may_be_dropped else span is None))
-                batch.host.is_last = self._epoch_is_cut = span is None
+                batch.host.is_last = span is None
                 yield from self._cut(batch, start, done)
             plan.recorder.count(dropped=order.length - done)
             if is_empty and plan.epochs is None:
@@ -201,7 +207,7 @@ class RowDealer:
         for first in range(0, count, size):
             last = min(first + size, count)
             some = slice(rows.start + first, rows.start + last) if isinstance(rows, slice) else rows[first:last]
-            self._batch_is_cut = last == count
+            self._next_begins = "part" if last < count else "epoch" if batch.host.is_last else "batch"
             yield Part(batch, first, last, rows=some)
 
     # -- how large a part is

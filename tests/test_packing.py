@@ -24,7 +24,7 @@ DTYPES = [
 SHAPES = [(), (3,), (2, 5)]
 
 
-def one(count: int) -> Any:
+def over(count: int) -> Any:
     return NamedSharding(Mesh(np.array(jax.devices()[:count]), ("data",)), P("data"))
 
 
@@ -35,9 +35,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[packing.Packing]]:
     find = packing.find_packing
 
     def noted(*args: Any) -> Any:
-        one = find(*args)
-        found.extend([] if one is None else [one])
-        return one
+        made = find(*args)
+        found.extend([] if made is None else [made])
+        return made
 
     monkeypatch.setattr(packing, "LEAST_LEAVES", {"cpu": 2})
     monkeypatch.setattr("prefetchshard.planning.plan.find_packing", noted)
@@ -64,9 +64,9 @@ def same(got: Any, want: Any, sharding: Any) -> None:
 @pytest.mark.parametrize("count", [1, 8])
 def test_all_dtypes_and_shapes(count: int, made: list[packing.Packing]) -> None:
     batches = [batch(step) for step in range(40)]
-    got = list(ps.prefetch(iter(batches), one(count)))  # kept, so that memory that is used again would show
+    got = list(ps.prefetch(iter(batches), over(count)))  # kept, so that memory that is used again would show
     for values, want in zip(got, batches, strict=True):
-        same(values, want, one(count))
+        same(values, want, over(count))
     assert len(made) == 1
 
 
@@ -80,7 +80,7 @@ def refilled() -> Iterator[Any]:
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_source_that_uses_its_memory_again(count: int) -> None:
-    got = list(ps.prefetch(refilled(), one(count), reuses_buffers=True, workers=2))
+    got = list(ps.prefetch(refilled(), over(count), reuses_buffers=True, workers=2))
     for step, values in enumerate(got):
         assert all((np.asarray(leaf).astype(np.complex64) == step % 7).all() for name, leaf in values.items() if "bool" not in name)
 
@@ -100,7 +100,7 @@ def mixed() -> Iterator[Any]:
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_among_other_leaves(count: int) -> None:
-    sharding = {name: one(count) for name in "abce"} | {"d": ps.HOST, "k": NamedSharding(one(count).mesh, P())}
+    sharding = {name: over(count) for name in "abce"} | {"d": ps.HOST, "k": NamedSharding(over(count).mesh, P())}
     for step, values in enumerate(ps.prefetch(mixed(), sharding)):
         assert all((np.asarray(values[name]) == step).all() for name in "abce")
         assert values["d"] == [str(step)] * ROWS
@@ -113,8 +113,8 @@ def test_with_a_device_transform_that_draws(count: int) -> None:
         return {**values, "noise": jax.random.uniform(key, (ROWS,))}
 
     batches = [{"a": np.full((ROWS, 2), step, np.int32), "b": np.full((ROWS,), step, np.float32)} for step in range(6)]
-    got = [jax.device_get(values) for values in ps.prefetch(iter(batches), one(count), device_transform=noisy, seed=3)]
-    again = [jax.device_get(values) for values in ps.prefetch(iter(batches), one(count), device_transform=noisy, seed=3)]
+    got = [jax.device_get(values) for values in ps.prefetch(iter(batches), over(count), device_transform=noisy, seed=3)]
+    again = [jax.device_get(values) for values in ps.prefetch(iter(batches), over(count), device_transform=noisy, seed=3)]
     assert [values["noise"].tolist() for values in got] == [values["noise"].tolist() for values in again]
     assert len({values["noise"].tobytes() for values in got}) == 6
     assert all((values["a"] == step).all() and (values["b"] == step).all() for step, values in enumerate(got))
@@ -123,13 +123,13 @@ def test_with_a_device_transform_that_draws(count: int) -> None:
 def test_under_a_transfer_guard() -> None:
     with jax.transfer_guard("disallow"):
         got = list(ps.prefetch([batch(0), batch(1)], SingleDeviceSharding(jax.devices()[0])))
-    same(got[1], batch(1), one(1))
+    same(got[1], batch(1), over(1))
 
 
 def test_a_result_may_be_donated() -> None:
     take = jax.jit(lambda values: jax.tree.map(lambda leaf: leaf + 1, values), donate_argnums=0)
     batches = [{"a": np.full((ROWS, 2), step, np.int32), "b": np.full((ROWS,), step, np.float32)} for step in range(20)]
-    for step, values in enumerate(ps.prefetch(iter(batches), one(1))):
+    for step, values in enumerate(ps.prefetch(iter(batches), over(1))):
         after = take(values)
         assert (np.asarray(after["a"]) == step + 1).all()
         assert (np.asarray(after["b"]) == step + 1).all()

@@ -212,7 +212,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(process: worker_process.WorkerProcess, *args: Any) -> None:
         ask(process, *args)
-        counts.append(process.unanswered)
+        counts.append(len(process._open))
 
     monkeypatch.setattr(worker_process.WorkerProcess, "ask", counted)
     monkeypatch.setattr(process_worker, "QUICK_SECONDS", math.inf)
@@ -231,7 +231,7 @@ def growing() -> Any:
         (functools.partial(sources.Rows, 800, "text"), {"host": ("name", "more", "odd")}),
         (functools.partial(sources.Rows, 800), {"transform": sources.ragged, "collate": sources.pad, "shuffle": True}),
         (growing, {"transform": sources.double, "shuffle": True}),
-        (functools.partial(sources.Loud, 800), {"host": ("text",), "batch_size": 40}),
+        (functools.partial(sources.Rows, 800, "row and long text"), {"host": ("text",), "batch_size": 40}),
         (
             lambda: [batch for _ in range(20) for batch in sources.batches()],
             {"batch_size": None, "transform": sources.negate, "host": ("name",)},

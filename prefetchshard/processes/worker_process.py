@@ -166,7 +166,7 @@ class WorkerProcess:
         """Whether it is ready, or never will be. Does not wait."""
         if self.is_ready or self.trouble is not None:
             return True
-        if not any(fd in (self._fileno, self._pidfd) for fd, _ in self._poll.poll(0)):
+        if not self._incoming and not any(fd in (self._fileno, self._pidfd) for fd, _ in self._poll.poll(0)):
             return False
         try:
             answer = self._receive()
@@ -199,13 +199,10 @@ class WorkerProcess:
 
     # -- asking
 
-    @property
-    def unanswered(self) -> int:
-        """Questions on their way: at most two, as each has its own memory on both sides."""
-        return len(self._open)
-
     def ask(self, question: tuple[Any, ...], sent: Any = None) -> None:
-        """Ask; `answer` waits for the answer. What came with the answers before is not to be looked at any more, but for the last one's.
+        """Ask; `answer` waits for the answer. At most two questions may be without one.
+
+        What came with the answers before is not to be looked at any more, but for the last one's.
 
         Args:
             question: what to do.
@@ -219,9 +216,7 @@ class WorkerProcess:
         if self.trouble is not None:
             raise self.trouble
         while not self._look():
-            self._poll.poll()
-            if self._cancelled.given:
-                raise StoppedError
+            self._wait(select.POLLIN)
         if self.trouble is not None:
             raise self.trouble
         side = 1 if 0 in self._open else 0

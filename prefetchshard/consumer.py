@@ -14,6 +14,7 @@ from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.run_factory import RunFactory
+from prefetchshard.measuring.recorder import RECENT, SUM_EVERY
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.queues.bounded_queue import EMPTY, EmptyType
@@ -61,6 +62,8 @@ class Consumer:
     def take(self, began: float) -> Any | EmptyType:
         """The next batch, counted, or EMPTY. `began`: when it was asked for, in seconds of the run's clock."""
         outbox, recorder = self.outbox, self._recorder
+        if recorder.batches - recorder.summed >= SUM_EVERY:
+            recorder.sum_up()
         item: PlacedBatch | EmptyType = EMPTY
         try:
             head = outbox.peek_nowait()
@@ -72,12 +75,16 @@ class Consumer:
                 return EMPTY
             now = self.clock()
             if recorder.first_next_at is None:
-                recorder.first_batch_seconds = max(0.0, item.ready_at - self.run.began_at)
+                recorder.first_batch_seconds = max(0.0, item.times.ready_at - recorder.began_at)
                 self.factory.specs.remember(item, x64=self.run.context.x64)
+                recorder.setup = self.factory.setup()
                 recorder.first_next_at = began
             # No call from here on, so no Ctrl-C and no other thread in between: it is handed out and counted, or neither.
             recorder.stall_seconds += now - began
             recorder.last_next_at = now
+            times = item.times
+            times.asked_at, times.taken_at = began, now
+            recorder.recent[recorder.batches % RECENT] = times
             recorder.batches += 1
             recorder.rows += item.rows
             recorder.bytes += item.bytes

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import SOURCES, Examples, Gate, Iterable, async_generator, batch, first, generator
+from prefetchshard.measuring.recorder import RECENT
 from prefetchshard.queues.bounded_queue import EMPTY
 from support import Interrupts, loader_threads, pairwise, wait_until
 
@@ -339,7 +340,7 @@ def test_no_objects_pile_up(kind: str, S: NamedSharding) -> None:
         wait_until(lambda: at_rest(iterator))
         return objects()
 
-    objects_after(50)
+    objects_after(RECENT)  # the times of so many batches are kept
     before = objects_after(10)
     objects_after(300)
     stays_below(objects, before + 200)

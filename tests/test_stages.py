@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from prefetchshard.base.clock import MONOTONIC
 from prefetchshard.base.errors import SourceError
 from prefetchshard.base.position import EpochEnd, Position, StartPoint
+from prefetchshard.measuring.recorder import Recorder
+from prefetchshard.measuring.timeline import BatchTimes
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.transfer_loops import TransferLimits, transfer
 from prefetchshard.queues.bounded_queue import EMPTY, BoundedQueue
@@ -23,6 +26,7 @@ class Host:
         self.number = number
         after = StartPoint(step=number + 1, rows=8 * number + 8, batches=number + 1)
         self.position = Position(after, 8 * number, EpochEnd())
+        self.times = BatchTimes(0, 8 * number)
 
 
 class PendingTransfer:
@@ -38,6 +42,7 @@ class Placer:
         self.most_flying = 0
         self.flying = 0
         self.dispatch_fails: dict[int, BaseException] = {}
+        self.wait_fails: dict[int, BaseException] = {}
         self.land_fails: dict[int, BaseException] = {}
         self.before_land: Callable[[int], object] = lambda number: None
 
@@ -49,6 +54,13 @@ class Placer:
         self.most_flying = max(self.most_flying, self.flying)
         return PendingTransfer(host)
 
+    def wait(self, flight: PendingTransfer) -> None:
+        if not flight.host.times.ready_at:
+            self.log.append(f"ready {flight.host.number}")
+            flight.host.times.ready_at = 1.0
+            if flight.host.number in self.wait_fails:
+                raise self.wait_fails[flight.host.number]
+
     def land(self, flight: PendingTransfer) -> PlacedBatch:
         number = flight.host.number
         self.before_land(number)
@@ -56,7 +68,7 @@ class Placer:
         self.flying -= 1
         if number in self.land_fails:
             raise self.land_fails[number]
-        return PlacedBatch(number, flight.host.position, 3.0, 0, 8, tuple)
+        return PlacedBatch(number, flight.host.position, flight.host.times, 0, 8, tuple)
 
 
 class Stage:
@@ -67,11 +79,12 @@ class Stage:
         self.inbox: BoundedQueue[Any] = BoundedQueue(slots, held_until_release=True)
         self.outbox: BoundedQueue[Any] = BoundedQueue(depth)
         self.pace = TransferLimits(in_flight)
+        self.recorder = Recorder(MONOTONIC)
         self.thread: threading.Thread | None = None
 
     def start(self) -> Stage:
         placer: Any = self.placer
-        self.thread = threading.Thread(target=lambda: transfer(self.inbox, placer, self.outbox, self.pace), daemon=True)
+        self.thread = threading.Thread(target=lambda: transfer(self.inbox, placer, self.outbox, self.pace, self.recorder), daemon=True)
         self.thread.start()
         return self
 

@@ -37,8 +37,7 @@ def open_batch(plan: ReadingPlan, parts: int) -> OpenBatch:
     return batch
 
 
-def test_the_shares_of_a_batch_count_as_one() -> None:
-    """Whoever copies adds to the batch, and the recorder gets the sum with the last of them."""
+def test_each_share_of_a_copy_counts_for_its_batch() -> None:
     clock = ManualClock()
     plan = plan_of(clock)
     recorder, worker, batch = plan.recorder, Worker(plan, NO_WRITER), open_batch(plan, 3)
@@ -49,10 +48,12 @@ def test_the_shares_of_a_batch_count_as_one() -> None:
 
     for seconds in (1.0, 2.0):
         worker.do(Part(batch, 0, 1, work=partial(clock.advance, seconds)))
-        assert dict(recorder.seconds) == {}
     worker.do(Part(batch, 0, 1, work=broken))
-    assert dict(recorder.seconds) == {"copying": 7.0}
-    assert recorder.longest == {"copying": (7.0, 3, 16)}
+    assert recorder.meter().busy["copying"] == 7.0
+    assert [(part.began_at, part.ended_at, part.seconds) for part in batch.host.times.parts] == [
+        (began, began + took, {"copying": took}) for began, took in ((0.0, 1.0), (1.0, 2.0), (3.0, 4.0))
+    ]
+    assert (batch.host.times.epoch, batch.host.times.row) == (3, 16)
     failure = plan.out.failure
     assert isinstance(failure, ReadFailure)
     assert (str(failure.error), failure.stage, failure.epoch) == ("a share", "reading", 3)

@@ -18,12 +18,13 @@ from prefetchshard.building.choices import choose_workers, describe, keeper, mak
 from prefetchshard.building.other_names import refuse_as_sharding
 from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
+from prefetchshard.measuring.setup import Setup
 from prefetchshard.placing.device_transform import DeviceTransform
 from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits
 from prefetchshard.queues.bounded_queue import BoundedQueue, CountedQueue
 from prefetchshard.reading.item_dealer import ItemDealer
-from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan
+from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan, cpu_count
 from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions
@@ -43,6 +44,9 @@ from prefetchshard.staging.pinned import choose_staging
 from prefetchshard.streaming.choosing import CopyChoice
 
 _log = logging.getLogger(__name__)
+
+WIDE_BYTES = 4
+"""Numbers of this size and larger could often be sent as smaller ones."""
 
 
 class RunFactory:
@@ -118,6 +122,9 @@ class RunFactory:
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
         limits, now = self._limits, self._limits.now
+        recorder = Recorder(clock)
+        recorder.warm_up = now.ahead
+        recorder.setup = self.setup()
         outbox: ReadyQueue = BoundedQueue(now.depth, clock=clock)
         queue: HostQueue
         if now.read_ahead is None:
@@ -133,11 +140,11 @@ class RunFactory:
             queue.in_bursts = outbox.in_bursts = limits.is_small
             queue.senders.wake()  # there may be more room
             choice.batches_take(host_bytes)
+            recorder.warm_up = fitting.ahead
 
         in_processes = takes_processes(self._source, settings)
         if isinstance(settings.workers, Processes) and not in_processes:
             _log.debug("%s has nothing to do but copy: the source is read by %d threads", settings.workers, self.workers)
-        recorder = Recorder(clock)
         planner = self.specs.planner(context.x64, fit, rows)
         plan = ReadingPlan(
             functions=UserFunctions(settings.transform, settings.collate, settings.seed, makes_examples=self.batch_size is not None),
@@ -219,6 +226,26 @@ class RunFactory:
         return following
 
     # -- looking
+
+    def setup(self) -> Setup:
+        """How the loader was made, with what is known of its batches."""
+        settings, source = self._settings, self._source
+        leaves = self.specs.known() or ()
+        total = sum(leaf.bytes_per_device for leaf in leaves)
+        wide = sum(leaf.bytes_per_device for leaf in leaves if getattr(leaf.dtype, "kind", "V") in "iuf" and leaf.dtype.itemsize >= WIDE_BYTES)
+        return Setup(
+            source=source.kind,
+            is_numbered=source.is_numbered is True,
+            is_memory=source.is_memory is True,
+            workers=self.workers,
+            processes=self.workers if takes_processes(source, settings) else 0,
+            has_functions=settings.transform is not None or settings.collate is not None,
+            reuses_buffers=settings.reuses_buffers,
+            depth=settings.depth,
+            cpus=cpu_count(),
+            platform=self._device.platform,
+            wide_share=wide / total if total else 0.0,
+        )
 
     @property
     def one_shot(self) -> bool:

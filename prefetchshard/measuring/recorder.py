@@ -1,101 +1,185 @@
-"""Where the time of a run goes: threads say which stage they enter, statistics are the sums."""
+"""Where the time of a run goes: threads say what they do for which batch, and when each batch was where."""
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal, TypeAlias
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from prefetchshard.base.clock import Clock
-from prefetchshard.measuring.stats import Stats
-from prefetchshard.queues.bounded_queue import QueueStats
-from prefetchshard.staging.layout import StagingStats
+from prefetchshard.measuring.delivered import Delivered
+from prefetchshard.measuring.locking import LockProbes
+from prefetchshard.measuring.setup import Setup
+from prefetchshard.measuring.stats import Stages, Stats, ThreadTimes
+from prefetchshard.measuring.timeline import STAGE_OF, STAGES, BatchTimes, PartTimes, Work
 
-Stage: TypeAlias = Literal["reading", "transforming", "collating", "planning", "copying", "batching", "finishing", "placing"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-NONE_YET: Mapping[Stage, float] = MappingProxyType({})
+    from prefetchshard.queues.bounded_queue import QueueStats
+    from prefetchshard.staging.layout import StagingStats
 
-ADD_SECONDS = 0.05
-"""A span that goes on hands over what it has so far when this has passed, so that `stats()` need not wait for a slow batch."""
+Role: TypeAlias = Literal["source", "readers", "others"]
+"""What a thread is for: it pulls an iterator, it reads and transforms, or it is the user's."""
+
+CPU_EVERY_SECONDS = 0.02
+"""A thread looks at its CPU clock this often: each look is a system call."""
+
+RECENT = 256
+"""Batches whose times are kept, for traces and for summing up."""
+
+SUM_EVERY = 64
+"""Batches that are summed up at once, since sums over arrays cost 1 us a batch and others 5 (`bench/handover.py`'s machine)."""
+
+
+class Meter:
+    """What one thread spends its time on.
+
+    Attributes:
+        thread: its name.
+        role: what it is for.
+        busy: seconds of each kind of work; of work that ended.
+        waited_seconds: for something to do: for room where it takes rows by number, for input where others pull.
+        cpu_seconds: of the thread, up to a moment ago.
+        span: what it is doing now.
+
+    Thread safety: written by its thread alone.
+    """
+
+    __slots__ = ("_cpu_at", "_cpu_clock", "_cpu_from", "busy", "cpu_seconds", "ident", "role", "span", "thread", "version", "waited_seconds")
+
+    def __init__(self, role: Role, cpu_clock: Clock) -> None:
+        thread = threading.current_thread()
+        self.thread = thread.name
+        self.ident = threading.get_ident()
+        self.role: Role = role
+        self.busy: dict[Work, float] = dict.fromkeys(STAGE_OF, 0.0)
+        self.waited_seconds = 0.0
+        self.cpu_seconds = 0.0
+        self.span: Span | None = None
+        self.version = 0  # odd while `busy` and `span` change
+        self._cpu_clock = cpu_clock
+        self._cpu_from = cpu_clock()
+        self._cpu_at = 0.0
+
+    def look_at_cpu(self, now: float) -> None:
+        """Take the CPU clock, unless that was done a moment ago."""
+        if now - self._cpu_at >= CPU_EVERY_SECONDS:
+            self._cpu_at = now
+            self.cpu_seconds = self._cpu_clock() - self._cpu_from
+
+    def seconds(self, now: float) -> dict[Work, float]:
+        """Of each kind of work, with what is going on. From any thread."""
+        while True:
+            version = self.version
+            found = self.busy.copy()
+            span = self.span
+            while span is not None:
+                for work, took in list(span.seconds.items()):
+                    found[work] += took
+                found[span.work] += max(0.0, now - span.entered_at)
+                span = span.outer
+            if version == self.version and not version & 1:
+                return found
+            time.sleep(0)  # its thread is changing them
 
 
 class Span:
-    """The work of one thread on a batch, or on a part of it, stage after stage. Thread safety: one thread at a time.
+    """The work of one thread for a batch, or for a part of it, one kind after the other. Thread safety: one thread at a time.
 
     Args:
         recorder: that gets the seconds.
-        stage: the first one; it begins now.
-        epoch: of the batch.
-        row: the first row of the batch in its epoch; without `batch_size`, its number.
+        work: the first kind; it begins now.
+        times: of the batch.
 
     Attributes:
-        stage: the present one.
+        work: the present kind.
         entered_at: when it was entered, seconds of the recorder's clock; when the span ended, once it did.
         began_at: when the span began.
-        seconds: in each stage so far.
-        added: those that the recorder has.
-        added_at: when it got them.
+        seconds: of each kind so far.
+        times: of the batch.
+        outer: what the thread had begun before and goes on with afterwards.
     """
 
-    __slots__ = ("_clock", "_recorder", "added", "added_at", "began_at", "entered_at", "epoch", "row", "seconds", "stage")
+    __slots__ = ("_clock", "_meter", "began_at", "entered_at", "outer", "seconds", "times", "work")
 
-    def __init__(self, recorder: Recorder, stage: Stage, epoch: int, row: int) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, work: Work, times: BatchTimes) -> None:
         self._clock = recorder.clock
-        self.seconds: defaultdict[Stage, float] = defaultdict(float)
-        self.epoch = epoch
-        self.row = row
-        self.stage: Stage = stage
-        self.added: dict[Stage, float] = {}
-        self.began_at = self.added_at = self.entered_at = recorder.clock()
+        self._meter = meter = recorder.meter()
+        self.times = times
+        self.seconds: dict[Work, float] = {work: 0.0}
+        self.work: Work = work
+        self.outer = meter.span
+        self.began_at = self.entered_at = self._clock()
+        meter.span = self
 
-    def enter(self, stage: Stage) -> float:
-        """Leave the present stage for another one. Returns the seconds since the present one was entered."""
+    def enter(self, work: Work) -> float:
+        """Leave the present kind of work for another one. Returns the seconds since the present one was entered."""
         now = self._clock()
         took = now - self.entered_at
-        self.seconds[self.stage] += took
-        self.stage = stage
+        seconds = self.seconds
+        seconds[self.work] += took
+        if work not in seconds:
+            seconds[work] = 0.0
+        self.work = work
         self.entered_at = now
-        if now - self.added_at > ADD_SECONDS:
-            self._hand_over()
         return took
 
-    def end(self) -> float:
-        """Hand the seconds to the recorder. Returns their sum."""
-        now = self._clock()
-        self.seconds[self.stage] += now - self.entered_at
-        self.entered_at = now
-        self._hand_over()
-        return now - self.began_at
+    def add(self, work: Work, seconds: float) -> None:
+        """Add seconds that were spent elsewhere: in a process. Negative: what this thread waited for it."""
+        self.seconds[work] = self.seconds.get(work, 0.0) + seconds
 
-    def _hand_over(self) -> None:
-        self._recorder.add(self.seconds, self.epoch, self.row, self.added)
-        self.added = self.seconds.copy()
-        self.added_at = self.entered_at
+    def end(self) -> float:
+        """Hand the seconds to the batch and to the thread. Returns their sum."""
+        now = self._clock()
+        meter, seconds = self._meter, self.seconds
+        seconds[self.work] += now - self.entered_at
+        self.entered_at = now
+        self.times.parts.append(PartTimes(meter.thread, self.began_at, now, seconds))
+        meter.version += 1
+        busy = meter.busy
+        for work, took in seconds.items():
+            busy[work] += took
+        meter.span = self.outer
+        meter.version += 1
+        meter.look_at_cpu(now)
+        return now - self.began_at
 
 
 class Recorder:
-    """What the threads of a run add to.
+    """What the threads of a run note.
 
     Args:
         clock: monotonic seconds.
+        cpu_clock: CPU seconds of the thread that calls it.
 
     Attributes:
-        longest: of each stage the longest span, with the epoch and the row of its batch.
+        began_at: when the run was made.
+        locking: how long threads waited for the interpreter's lock, where that was seen.
+        setup: how the loader was made, for advice.
+        summed: batches that were handed out and are summed up.
+        warm_up: how many batches may be read ahead before the loop begins.
 
-    Thread safety: `add` and `count` from any thread; the consumer's attributes from the consumer only.
+    Thread safety: every method from any thread; the consumer's attributes from the consumer only.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, cpu_clock: Clock = time.thread_time) -> None:
         self.clock = clock
-        self._lock = threading.Lock()  # guards the sums that several threads add to
-        self.seconds: defaultdict[Stage, float] = defaultdict(float)
-        self.longest: dict[Stage, tuple[float, int, int]] = {}
+        self.began_at = clock()
+        self.locking = LockProbes()
+        self.setup = Setup()
+        self.warm_up = 0
+        self._cpu_clock = cpu_clock
+        self._mine = threading.local()
+        self._meters: deque[Meter] = deque()
+        self._lock = threading.Lock()  # guards what is counted, and what is summed up
         self.dropped_rows = 0
         self.padded_rows = 0
         self.replayed = 0
+        self.device_seconds: dict[str, tuple[int, float]] = {}
+        self.summed = 0
+        self._delivered = Delivered()
         # The consumer's
         self.first_batch_seconds = 0.0
         self.batches = 0
@@ -104,21 +188,18 @@ class Recorder:
         self.stall_seconds = 0.0
         self.first_next_at: float | None = None
         self.last_next_at = 0.0
+        self.recent: list[BatchTimes | None] = [None] * RECENT
 
-    def add(self, seconds: Mapping[Stage, float], epoch: int, row: int, added: Mapping[Stage, float] = NONE_YET) -> None:
-        """Add what the stages of a batch, or of a part of it, took.
+    # -- what threads do
 
-        Args:
-            seconds: in each stage, since the beginning.
-            epoch: of the batch.
-            row: the first row of the batch in its epoch; without `batch_size`, its number.
-            added: those seconds that were added before.
-        """
-        with self._lock:
-            for stage, took in seconds.items():
-                self.seconds[stage] += took - added.get(stage, 0.0)
-                if stage not in self.longest or took > self.longest[stage][0]:
-                    self.longest[stage] = took, epoch, row
+    def meter(self, role: Role = "others") -> Meter:
+        """Of the calling thread; `role`: what it is for, where this is its first call."""
+        try:
+            return self._mine.meter
+        except AttributeError:
+            meter = self._mine.meter = Meter(role, self._cpu_clock)
+            self._meters.append(meter)
+            return meter
 
     def count(self, *, dropped: int = 0, padded: int = 0, replayed: int = 0) -> None:
         """Add rows, or items, from any thread."""
@@ -127,32 +208,89 @@ class Recorder:
             self.padded_rows += padded
             self.replayed += replayed
 
-    def __str__(self) -> str:
-        """The longest span of each stage, for a log: asked only where that is written."""
-        found = sorted(self.longest.items(), key=lambda item: item[1], reverse=True)
-        return ", ".join(f"{stage} {took:.3f} s (epoch {epoch}, row {row})" for stage, (took, epoch, row) in found)
+    def add_device(self, device: str, nbytes: int, seconds: float) -> None:
+        """A device had these bytes after so many seconds of a transfer. From the transfer thread."""
+        known_bytes, known = self.device_seconds.get(device, (0, 0.0))
+        self.device_seconds[device] = known_bytes + nbytes, known + seconds
+
+    @property
+    def working(self) -> Sequence[tuple[Meter, Span]]:
+        """What threads are doing now."""
+        return [(meter, span) for meter in list(self._meters) if (span := meter.span) is not None]
+
+    # -- batches that were handed out
+
+    def sum_up(self) -> None:
+        """Sum up the batches that were handed out since this was last called."""
+        with self._lock:
+            first, last = self.summed, self.batches
+            if first < last:
+                found = [times for i in range(first, last) if (times := self.recent[i % RECENT]) is not None]
+                self._delivered.add(found, self.warm_up)
+                self.summed = last
+
+    def recent_batches(self) -> list[BatchTimes]:
+        """The times of the last batches that were handed out, in order."""
+        last = self.batches
+        return [times for i in range(max(0, last - RECENT), last) if (times := self.recent[i % RECENT]) is not None]
+
+    # -- statistics
 
     def stats(self, *, workers: int, host: QueueStats, ready: QueueStats, staging: StagingStats) -> Stats:
         """What was measured so far."""
-        wall = 0.0 if self.first_next_at is None else self.last_next_at - self.first_next_at
-        spent = self.seconds.copy()
-        return Stats(
-            batches=self.batches,
-            rows=self.rows,
-            bytes=self.bytes,
-            dropped_rows=self.dropped_rows,
-            padded_rows=self.padded_rows,
-            replayed=self.replayed,
-            wall_seconds=wall,
-            stall_seconds=self.stall_seconds,
-            busy_seconds=max(0.0, wall - self.stall_seconds),
-            source_seconds=spent["reading"],
-            transform_seconds=spent["transforming"] + spent["collating"],
-            copy_seconds=spent["planning"] + spent["copying"] + spent["batching"] + spent["finishing"],
-            transfer_seconds=spent["placing"],
-            first_batch_seconds=self.first_batch_seconds,
-            workers=workers,
-            host=host,
-            ready=ready,
-            staging=staging,
-        )
+        self.sum_up()
+        now = self.clock()
+        with self._lock:
+            done = self._delivered
+            wall = 0.0 if self.first_next_at is None else self.last_next_at - self.first_next_at
+            spent = dict.fromkeys(STAGES, 0.0)
+            threads: dict[Role, list[Meter]] = {"source": [], "readers": [], "others": []}
+            for meter in list(self._meters):
+                threads[meter.role].append(meter)
+                for work, seconds in meter.seconds(now).items():
+                    spent[STAGE_OF[work]] += seconds
+            return Stats(
+                batches=self.batches,
+                rows=self.rows,
+                bytes=self.bytes,
+                dropped_rows=self.dropped_rows,
+                padded_rows=self.padded_rows,
+                replayed=self.replayed,
+                wall_seconds=wall,
+                stall_seconds=self.stall_seconds,
+                busy_seconds=max(0.0, wall - self.stall_seconds),
+                start_up_seconds=done.start_up_seconds,
+                warm_up=done.warm_up,
+                steady=done.steady,
+                source_seconds=spent["reading"],
+                transform_seconds=spent["transform"],
+                copy_seconds=spent["copying"],
+                transfer_seconds=done.transfer_seconds,
+                next=done.next.now(),
+                stages=Stages(done.reading.now(), done.transform.now(), done.copying.now(), done.transferring.now()),
+                source_thread=_thread_times(threads["source"], now, room=host.backpressure_seconds),
+                readers=_thread_times(threads["readers"], now, pulled=bool(threads["source"])),
+                locking=self.locking.now(),
+                longest_wait=done.longest_wait,
+                ready_batch_seconds=done.ready_seconds,
+                host_batch_seconds=done.host_seconds,
+                devices={name: nbytes / seconds for name, (nbytes, seconds) in self.device_seconds.items() if seconds > 0},
+                first_batch_seconds=self.first_batch_seconds,
+                workers=workers,
+                host=host,
+                ready=ready,
+                staging=staging,
+                setup=self.setup,
+            )
+
+
+def _thread_times(meters: list[Meter], now: float, *, room: float | None = None, pulled: bool = False) -> ThreadTimes:
+    """Sums over threads of one kind. What readers wait for is input where another thread pulls, else room."""
+    waited = sum(meter.waited_seconds for meter in meters)
+    return ThreadTimes(
+        threads=len(meters),
+        busy_seconds=sum(sum(meter.seconds(now).values()) for meter in meters),
+        cpu_seconds=sum(meter.cpu_seconds for meter in meters),
+        input_seconds=waited if pulled and room is None else 0.0,
+        room_seconds=waited if room is None and not pulled else (room or 0.0) if meters else 0.0,
+    )

@@ -16,7 +16,7 @@ from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.jax_types import as_jax_array, jit, wrap_key_data
 from prefetchshard.leaves.on_devices import computable, from_movable, is_jax_array, is_key, to_movable
-from prefetchshard.measuring.recorder import Recorder, Span
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.placing.device_transform import DeviceTransform, stand_in, step_value
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.transfer import Owned, explicit, made_again, put
@@ -37,17 +37,15 @@ class PendingTransfer:
         host: what is put.
         arrays: on their way; `Deferred` where the consumer's thread has yet to dispatch one.
         step: for the key of a `device_transform`.
-        span: from dispatch until it is ready.
         is_late: whether there is a `Deferred` among the arrays.
     """
 
-    __slots__ = ("arrays", "host", "is_late", "span", "step")
+    __slots__ = ("arrays", "host", "is_late", "step")
 
-    def __init__(self, host: HostBatch, arrays: list[Any], step: Any, span: Span, *, is_late: bool) -> None:
+    def __init__(self, host: HostBatch, arrays: list[Any], step: Any, *, is_late: bool) -> None:
         self.host = host
         self.arrays = arrays
         self.step = step
-        self.span = span
         self.is_late = is_late
 
 
@@ -128,27 +126,35 @@ class Placer:
             leaves.append(step_value(host.position.step))
             shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
-        row = host.position.first_row if host.examples is not None else host.position.after.batches - 1
-        span = Span(self._recorder, "placing", host.epoch, row)
+        clock, times = self._recorder.clock, host.times
+        times.step, times.bytes, times.rows = host.position.after.step - 1, host.plan.nbytes, host.rows
+        times.dispatch_at = clock()
         is_late = host.plan.has_device_leaves and any(type(leaf) is Deferred for leaf in leaves)
         arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)
         step = arrays.pop() if wants_key else None if self._device_transform is None else step_value(host.position.step)
-        return PendingTransfer(host, arrays, step, span, is_late=is_late)
+        times.dispatched_at = clock()
+        return PendingTransfer(host, arrays, step, is_late=is_late)
 
-    def land(self, flight: PendingTransfer) -> PlacedBatch:
-        """Wait until a transfer is ready, and put its batch together."""
+    def wait(self, flight: PendingTransfer) -> None:
+        """Wait until a transfer is ready, and note when that was; once."""
+        times = flight.host.times
+        if times.ready_at:
+            return
         for array in flight.arrays:
             if type(array) is not Deferred:
                 array.block_until_ready()
+        times.ready_at = self._recorder.clock()
+
+    def land(self, flight: PendingTransfer) -> PlacedBatch:
+        """Put the batch of a transfer that is ready together."""
         host = flight.host
-        flight.span.end()
         if host.memory is not None:
             host.memory.release()
             host.memory = None
         plan = host.plan if self._gather is None else self._gather.plan
         is_late = flight.is_late or self._is_late(plan)
         batch = None if is_late else self._batch(flight, may_donate=True)
-        placed = PlacedBatch(batch, host.position, flight.span.entered_at, host.plan.nbytes, host.rows, plan.spec)
+        placed = PlacedBatch(batch, host.position, host.times, host.plan.nbytes, host.rows, plan.spec)
         if is_late:
             placed.finish = partial(self._late_batch, flight)
         return placed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol, TypeAlias
 
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.placer import PendingTransfer, Placer, noted
 from prefetchshard.planning.host_batch import HostBatch
@@ -16,7 +17,7 @@ ReadyQueue: TypeAlias = BoundedQueue[PlacedBatch]
 class Inbox(Protocol):
     """The queue of host batches, in order; see `Sequencer`."""
 
-    def wait_ready(self) -> bool: ...
+    def wait_ready(self, timeout_seconds: float | None = None) -> bool: ...
     def has_ready(self) -> bool: ...
     def take_nowait(self) -> HostBatch | EmptyType: ...
     def is_over(self) -> bool: ...
@@ -40,7 +41,7 @@ class TransferLimits:
         self.in_flight = in_flight
 
 
-def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferLimits) -> None:
+def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferLimits, recorder: Recorder) -> None:
     """The body of the thread that calls JAX: dispatches transfers and waits for them, until the inbox is over or the outbox is cancelled.
 
     One thread: with a second one that waits, so that no wait delays the next dispatch, images were as fast on one H200 (8 workers: 30 and
@@ -51,15 +52,16 @@ def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferL
         placer: calls JAX.
         outbox: gets the placed batches.
         limits: how many transfers may be pending.
+        recorder: gets what was seen of the interpreter's lock.
     """
     pending: deque[PendingTransfer] = deque()
     failure: BaseException | None = None
     try:
         while not outbox.cancelled:
             if len(pending) < limits.in_flight and (inbox.has_ready() or not pending):
-                if not pending and not inbox.wait_ready():
+                host = inbox.take_nowait() if inbox.has_ready() else _wait_for_input(inbox, recorder)
+                if host is None:
                     break
-                host = inbox.take_nowait()
                 if host is not EMPTY:
                     pending.append(_dispatch(placer, host))
             elif not _deliver(placer, pending, inbox, outbox):
@@ -79,6 +81,16 @@ def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferL
     del failure  # its traceback holds this frame
 
 
+def _wait_for_input(inbox: Inbox, recorder: Recorder) -> HostBatch | EmptyType | None:
+    """Wait for the next host batch, and see meanwhile whether the interpreter's lock is free. None: none will come."""
+    if not recorder.locking.wait(inbox.wait_ready, inbox.is_over, recorder.clock):
+        return None
+    host = inbox.take_nowait()
+    if host is not EMPTY:
+        recorder.locking.look(recorder.clock() - host.times.read_at)
+    return host
+
+
 def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
     try:
         return placer.dispatch(host)
@@ -89,6 +101,8 @@ def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
 def _deliver(placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue) -> bool:
     try:
         placed = _land(placer, pending.popleft())
+        if not outbox.has_room:
+            _wait_for_others(placer, pending)
     except BaseException:
         pending.clear()  # batches keep their order: none may be delivered after one that failed
         raise
@@ -97,9 +111,19 @@ def _deliver(placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outb
 
 def _land(placer: Placer, pending: PendingTransfer) -> PlacedBatch:
     try:
+        placer.wait(pending)
         return placer.land(pending)
     except BaseException as error:  # noqa: BLE001 - raised again
         raise noted(error, pending.host)  # noqa: B904 - it is that error, or has it as its cause
+
+
+def _wait_for_others(placer: Placer, pending: deque[PendingTransfer]) -> None:
+    """Wait for what is on its way before there is a wait for room, or the transfers would seem to take as long as the consumer's step."""
+    for flight in pending:
+        try:
+            placer.wait(flight)
+        except Exception:  # noqa: BLE001 - raised again when its turn comes
+            return
 
 
 def _pass_on(placed: PlacedBatch, inbox: Inbox, outbox: ReadyQueue) -> bool:

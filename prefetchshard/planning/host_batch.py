@@ -8,6 +8,7 @@ import numpy as np
 
 from prefetchshard.base.memory import AnyArray, Memory
 from prefetchshard.base.position import EpochEnd, Position
+from prefetchshard.measuring.timeline import BatchTimes
 from prefetchshard.planning.plan import MASK, HostPlan, Plan
 from prefetchshard.staging.layout import Staging
 
@@ -37,8 +38,10 @@ class HostBatch:
     Args:
         epoch: of the batch.
         end: tells whether it ends its epoch, at once or later.
+        row: the first row of the batch in its epoch; without `batch_size`, its number.
 
     Attributes:
+        times: when each thing happened to it.
         host_plan: how it lies on the host.
         rows: that count for it, padding not among them; 0 where its leaves have none in common.
         memory: of the leaves that are staged; None where there are none.
@@ -54,15 +57,16 @@ class HostBatch:
     """
 
     __slots__ = (
-        "end", "epoch", "examples", "fault", "fault_stage", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows",
+        "end", "epoch", "examples", "fault", "fault_stage", "host_plan", "is_last", "mark", "mask", "memory", "passed", "plan", "position", "rows", "times",
     )  # fmt: skip
     host_plan: HostPlan
     rows: int
     plan: Plan
     position: Position
 
-    def __init__(self, epoch: int, end: EpochEnd) -> None:
+    def __init__(self, epoch: int, end: EpochEnd, row: int = 0) -> None:
         self.epoch = epoch
+        self.times = BatchTimes(epoch, row)
         self.end = end
         self.examples: int | None = None
         self.is_last: bool | None = None

@@ -81,6 +81,7 @@ class ItemDealer:
 
     def _read(self) -> None:
         out = self._plan.out
+        self._plan.recorder.meter("source")
         failure: ReadFailure | None = None
         epoch = self._plan.start.epoch
         try:
@@ -178,7 +179,7 @@ class ItemDealer:
         if self._has_functions:
             return self._fill_by_workers(batch, size)
         source, cancelled = self._source, self._plan.out
-        span = Span(self._plan.recorder, "reading", batch.host.epoch, batch.first_row)
+        span = Span(self._plan.recorder, "reading", batch.host.times)
         writer = self._writer.examples(batch, 0, size)
         row = 0
         try:
@@ -210,7 +211,7 @@ class ItemDealer:
             run = size if plan.collates_in_processes else max(1, size // plan.workers)
         batch.collected = [None] * size if plan.functions.collate is not None and not plan.in_processes else None
         chunk: list[Any] = []
-        span = Span(self._plan.recorder, "reading", batch.host.epoch, batch.first_row)
+        span = Span(self._plan.recorder, "reading", batch.host.times)
         row = 0
         try:
             for row in range(size):
@@ -278,7 +279,7 @@ class ItemDealer:
         while (ticket := plan.out.reserve()) is not None:
             batch = OpenBatch(ticket, epoch, number, EpochEnd(None, home_thread))
             batch.may_be_left_out = leaves_out
-            span = Span(plan.recorder, "reading", epoch, number)
+            span = Span(plan.recorder, "reading", batch.host.times)
             try:
                 item = source.pull(0, 1, plan.out)
                 took = span.enter("reading")

@@ -30,22 +30,20 @@ class OpenBatch:
         first_row: as above.
         collected: what `collate` gets; None where examples are written as they come.
         plan: how it lies on the host; None before it is opened.
-        copy_seconds: that copying its parts took, where it is copied in shares.
         may_be_left_out: it may turn out to be a short last batch, which need not fit the devices.
         is_settled: it was sent, failed or dropped.
     """
 
     __slots__ = (
-        "_closed", "_lock", "_parts", "collected", "copy_seconds", "first_row", "host", "is_settled", "may_be_left_out", "plan", "ticket",
+        "_closed", "_lock", "_parts", "collected", "first_row", "host", "is_settled", "may_be_left_out", "plan", "ticket",
     )  # fmt: skip
 
     def __init__(self, ticket: HostTicket, epoch: int, first_row: int, end: EpochEnd) -> None:
         self.ticket = ticket
-        self.host = HostBatch(epoch, end)
+        self.host = HostBatch(epoch, end, first_row)
         self.first_row = first_row
         self.collected: list[Any] | None = None
         self.plan: HostPlan | None = None
-        self.copy_seconds = 0.0
         self.may_be_left_out = False
         self.is_settled = False
         self._lock = threading.Lock()  # guards opening, settling, and the count of parts
@@ -90,10 +88,9 @@ class OpenBatch:
             self._closed = True
             return self._parts == 0
 
-    def part_done(self, copy_seconds: float = 0.0) -> bool:
-        """One part is done, and copying it took so long. Whether it was the last."""
+    def part_done(self) -> bool:
+        """One part is done. Whether it was the last."""
         with self._lock:
-            self.copy_seconds += copy_seconds
             self._parts -= 1
             return self._closed and self._parts == 0
 

@@ -14,7 +14,8 @@ import numpy as np
 from prefetchshard.base.errors import SourceError
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.leaves.narrowing import store
-from prefetchshard.measuring.recorder import Span, Stage
+from prefetchshard.measuring.recorder import Span
+from prefetchshard.measuring.timeline import Work
 from prefetchshard.planning.plan import Kind, Leaf
 from prefetchshard.processes.child import PYTHON_NUMBERS, leaf_kinds, rebuild
 from prefetchshard.processes.pool import Pool
@@ -128,10 +129,10 @@ class ProcessWorker(Worker):
                 error.add_note(f"it was asked for {self._item_name}s {_some(self._row_numbers(part))}")
             raise
         waited = span.enter("batching")
-        span.seconds[_first_stage(part)] -= waited  # it is not work of this process
-        for stage, seconds in answer.seconds.items():
+        span.add(_first_work(part), -waited)  # it is not work of this process
+        for work, seconds in answer.seconds.items():
             if seconds:
-                span.seconds[cast("Stage", stage)] += seconds
+                span.add(cast("Work", work), seconds)
         took = sum(answer.seconds.values()) / (part.stop - part.start)
         self.process_row_seconds = max(1e-7, min(2 * self.process_row_seconds, took))  # see `Worker`
         if answer.kind == "fault":
@@ -340,7 +341,7 @@ def _sent(plan: ReadingPlan, source: Arrays | Dataset | None) -> tuple[dict[str,
     return sent, words
 
 
-def _first_stage(part: Part) -> Stage:
+def _first_work(part: Part) -> Work:
     return "transforming" if part.rows is None else "reading"
 
 

@@ -73,11 +73,15 @@ class Sequencer:
 
     # -- as a queue
 
-    def wait_ready(self) -> bool:
-        """Wait until a batch can be taken. False: none will come (see `is_over`), or the wait was for nothing."""
+    def wait_ready(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until a batch can be taken. False: none will come (see `is_over`), or the time ran out."""
         while not self.has_ready():
-            if not self._queue.wait_ready():
+            if self._queue.wait_ready(timeout_seconds):
+                continue
+            if self._queue.is_over():
                 return self._release_held()
+            if timeout_seconds is not None:
+                return False
         return True
 
     def has_ready(self) -> bool:

@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from prefetchshard.base.clock import Clock
 from prefetchshard.base.errors import NarrowingError
 from prefetchshard.leaves.copying import not_copied, private_copy
-from prefetchshard.measuring.recorder import Span, Stage
+from prefetchshard.measuring.recorder import Meter, Span
+from prefetchshard.measuring.timeline import Work
 from prefetchshard.planning.plan import HostPlan
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import Part, ReadingPlan
@@ -59,7 +61,8 @@ class Worker:
 
     def work(self, deal: Callable[[], Part | None]) -> None:
         """Do what is dealt out until there is no more."""
-        while (part := deal()) is not None:
+        meter, clock = self._plan.recorder.meter("readers"), self._plan.recorder.clock
+        while (part := _waited_for(deal, meter, clock)) is not None:
             self.do(part)
             del part  # while the next one is waited for it would hold what it copied
 
@@ -73,28 +76,22 @@ class Worker:
             self.finish(batch)
 
     def _copy(self, part: Part, batch: OpenBatch) -> bool:
-        """Do a share of a copy. Whether it was the last part of its batch.
-
-        The seconds of all shares are recorded at once: a span for each made large batches 3 % slower (one H200, `reuses_buffers=True`).
-        """
-        clock = self._plan.recorder.clock
-        began = clock()
+        """Do a share of a copy. Whether it was the last part of its batch."""
+        span = Span(self._plan.recorder, "copying", batch.host.times)
         try:
             if not self._plan.out.cancelled:
                 part.work()  # pyright: ignore[reportOptionalCall] - that is what makes it a share
         except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue is the way out
             batch.fail(error, "reading")  # what is copied comes from the source as it is, so to the user that is reading
         part.work = None  # it holds what was copied, and with the last share the source may go on
-        is_last = batch.part_done(clock() - began)
-        if is_last:
-            self._plan.recorder.add({"copying": batch.copy_seconds}, batch.host.epoch, batch.first_row)
-        return is_last
+        span.end()
+        return batch.part_done()
 
     def _read(self, part: Part, batch: OpenBatch) -> bool:
         """Read, transform and write the rows or items of a part. Whether it was the last part of its batch."""
         copies = self.gathers is not None
-        stage: Stage = "copying" if copies else "transforming" if part.rows is None else "reading"
-        span = Span(self._plan.recorder, stage, batch.host.epoch, batch.first_row)
+        work: Work = "copying" if copies else "transforming" if part.rows is None else "reading"
+        span = Span(self._plan.recorder, work, batch.host.times)
         try:
             if not self._plan.out.cancelled:
                 self._fill(part, span)
@@ -105,9 +102,9 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - as above
             span.end()
             self._name_row(part, error)
-            batch.fail(error, "reading" if span.stage == "copying" else span.stage, self._rows_of(part))
+            batch.fail(error, "reading" if span.work == "copying" else span.work, self._rows_of(part))
         if batch.host.fault is not None and not copies:
-            batch.host.fault_stage = span.stage
+            batch.host.fault_stage = span.work
         part.items = None  # as with a share
         return batch.part_done()
 
@@ -230,8 +227,8 @@ class Worker:
         if batch.collected is None and not batch.host.passed:
             batch.send()
             return
-        span = Span(self._plan.recorder, "finishing" if batch.collected is None else "collating", batch.host.epoch, batch.first_row)
-        stage = span.stage
+        stage: Work = "finishing" if batch.collected is None else "collating"
+        span = Span(self._plan.recorder, stage, batch.host.times)
         try:
             if batch.collected is not None:
                 collected, batch.collected = batch.collected, None
@@ -245,3 +242,10 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - as above
             span.end()
             batch.fail(error, stage, None if batch.host.examples is None else (batch.first_row, batch.first_row + batch.host.examples))
+
+
+def _waited_for(deal: Callable[[], Part | None], meter: Meter, clock: Clock) -> Part | None:
+    began = clock()
+    part = deal()
+    meter.waited_seconds += clock() - began
+    return part

@@ -69,7 +69,6 @@ class Run:
         self.recorder = recorder
         self.context = context
         self.loops = loops
-        self.began_at = recorder.clock()
         self.closed = False
         self._reader: Reader | None = reader
         self._interrupt = reader.interrupt
@@ -94,7 +93,7 @@ class Run:
         copy_choice.start = lambda name, body: None if (run := this()) is None else run._start_beside(name, body)
         for name, body in reader.bodies:
             self.threads.add(name, body)
-        self.threads.add("transfer", lambda: transfer(inbox, placer, outbox, transfer_limits), runs_source=False)
+        self.threads.add("transfer", lambda: transfer(inbox, placer, outbox, transfer_limits, recorder), runs_source=False)
 
     def start(self) -> None:
         """Start the threads, unless that was done. If Ctrl-C interrupts the call, they start all the same.

@@ -1,0 +1,247 @@
+"""What the speed of a loop depends on, worked out from what was measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from prefetchshard.measuring.delivered import Steps
+from prefetchshard.measuring.distribution import Distribution
+from prefetchshard.measuring.locking import Locking
+from prefetchshard.measuring.setup import Setup
+
+Bound: TypeAlias = Literal["reading", "transform", "copying", "transferring", "consumer", "start-up", "lock"]
+
+LITTLE = 0.05
+"""A loop that waits for less than this share of its time is bound by its own step."""
+
+LEAST_START_UP_SECONDS = 0.1
+"""A first batch that comes sooner is never what a loop is bound by."""
+
+START_UP_SHARE = 0.15
+"""Of the wall time, likewise."""
+
+LOCK_SHARE = 0.4
+"""The interpreter's lock counts as held where so many looks had to wait for it."""
+
+LEAST_LOOKS = 4
+
+ONE_CPU = (0.5, 1.4)
+"""Threads that hold the lock by turns use about one CPU together; more, and they compute beside each other, less, and they wait for something
+else."""
+
+NEXT_SECONDS = 2e-5
+"""What a `next()` takes that need not wait."""
+
+MOST_WAITING_WORKERS = 64
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What the speed of a loop depends on.
+
+    Attributes:
+        bound: the stage that the loop waits for: "reading" (the source's own code), "transform" (`transform` and `collate`), "copying"
+            (into staging memory), "transferring" (to the devices); "lock": the interpreter's lock, which threads of readers hold by turns;
+            "start-up": the first batch; "consumer": none, the loop's own step takes the time.
+        lost_share: of the steady wall time, what the loop lost by waiting, 0.0 to 1.0; at "start-up", of all of it.
+        possible_gain: the most that removing the cause could bring: 0.31 is "at most 31 % faster".
+        advice: the change to make; empty where there is none.
+    """
+
+    bound: Bound
+    lost_share: float
+    possible_gain: float
+    advice: str
+
+    def __str__(self) -> str:
+        """One sentence."""
+        lost = f"{100 * self.lost_share:.1f} %"
+        if self.bound == "consumer":
+            return f"Bound by the consumer: the step waits for input {lost} of its time, so that no loader makes this loop faster."
+        what = "start-up" if self.bound == "start-up" else "the interpreter's lock" if self.bound == "lock" else self.bound
+        gain = f"at most {100 * self.possible_gain:.0f} % faster" if self.possible_gain < 2 else f"at most {1 + self.possible_gain:.1f} times as fast"
+        advice = f": {self.advice}" if self.advice else ""
+        return f"Bound by {what}: waiting takes {lost} of the time, and without it the loop would be {gain}{advice}."
+
+    def __repr__(self) -> str:
+        return str(self)  # what a notebook shows
+
+
+class Measured(NamedTuple):
+    """What a verdict is worked out from; see `Stats`. Of threads: how many, their busy seconds, and their CPU seconds."""
+
+    batches: int
+    wall: float
+    start_up: float
+    warm_up: Steps
+    steady: Steps
+    reading: Distribution
+    transform: Distribution
+    copying: Distribution
+    transferring: Distribution
+    source: tuple[int, float, float]
+    readers: tuple[int, float, float]
+    locking: Locking
+
+    @property
+    def steps(self) -> Steps:
+        """The steps that tell the speed of the loop: the steady ones, where it waits in these too."""
+        steady = self.steady
+        return steady if steady.count and steady.stalled > LITTLE * steady.wall else self.warm_up + steady
+
+    @property
+    def cpus_used(self) -> float:
+        """CPUs that its threads used on average."""
+        return (self.source[2] + self.readers[2]) / self.wall if self.wall > 0 else 0.0
+
+    @property
+    def lock_seconds(self) -> float:
+        """What a thread has to wait for the interpreter's lock each time, on average; 0.0 where it is free enough."""
+        locking, (least, most) = self.locking, ONE_CPU
+        if locking.looks < LEAST_LOOKS or locking.share < LOCK_SHARE or not least <= self.cpus_used <= most:
+            return 0.0
+        return locking.waited_seconds / locking.looks
+
+
+def judge(measured: Measured, setup: Setup) -> Verdict:
+    """What the loop's speed depends on, what that costs, and what would change it."""
+    steps = measured.steps
+    wall = steps.wall
+    lost = steps.stalled / wall if wall > 0 else 0.0
+    if _is_start_up(measured, steps.stalled):
+        return _start_up(measured)
+    lock = measured.lock_seconds if setup.cpus > 1 and not setup.processes else 0.0
+    if lock:
+        held = min(lock * steps.count, 0.9 * steps.busy)  # the step is woken at least once, and has to wait for the lock then
+        lost_to_lock = (steps.stalled + held) / wall
+        if lost_to_lock >= LITTLE:
+            at_least = max((steps.busy - held) / steps.count, _transfer(measured))
+            return Verdict("lock", lost_to_lock, _gain(wall / steps.count, at_least), _lock_advice(measured, setup))
+    if lost < LITTLE:
+        return Verdict("consumer", lost, lost / (1 - lost), "")
+    bound = _slowest(measured, steps, setup)
+    gain = _gain(wall / steps.count, max(steps.busy / steps.count, _rest(measured, steps, setup, bound)))
+    return Verdict(bound, lost, gain, _ADVICE[bound](measured, steps, setup))
+
+
+def _gain(now: float, then: float) -> float:
+    return max(0.0, now / (then + NEXT_SECONDS) - 1)
+
+
+def _is_start_up(measured: Measured, stalled: float) -> bool:
+    start_up = measured.start_up
+    return start_up >= LEAST_START_UP_SECONDS and start_up > START_UP_SHARE * measured.wall and start_up > 2 * stalled
+
+
+def _start_up(measured: Measured) -> Verdict:
+    usual = measured.reading.p50 + measured.transform.p50 + measured.copying.p50 + measured.transferring.p50
+    rest = max(measured.wall - measured.start_up, 0.0) + usual
+    gain = measured.wall / rest - 1 if rest > 0 else 0.0
+    advice = "call iter(loader) before the step is compiled, as reading begins with it"
+    return Verdict("start-up", measured.start_up / measured.wall, max(0.0, gain), advice)
+
+
+def _slowest(measured: Measured, steps: Steps, setup: Setup) -> Bound:
+    waits: dict[Bound, float] = {
+        "reading": steps.reading,
+        "transform": steps.transform,
+        "copying": steps.copying,
+        "transferring": steps.transferring + steps.handing_over,
+    }
+    if _is_pulled(measured, setup):
+        _tell_by_use(measured, waits)
+    return max(waits, key=lambda name: waits[name])
+
+
+def _is_pulled(measured: Measured, setup: Setup) -> bool:
+    """Whether one thread pulls, and others work on what it pulled."""
+    return setup.has_functions and measured.source[0] > 0 and measured.readers[0] > 0
+
+
+def _tell_by_use(measured: Measured, waits: dict[Bound, float]) -> None:
+    """A batch passes through the thread that pulls and through others: the loop waits for those that are at work all the time."""
+    in_readers = waits["reading"] + waits["transform"] + waits["copying"]
+    threads, busy, _ = measured.readers
+    if measured.source[1] >= busy / threads:
+        waits["reading"], waits["transform"], waits["copying"] = in_readers, 0.0, 0.0
+    else:
+        functions = measured.transform.total + measured.copying.total
+        share = measured.transform.total / functions if functions else 1.0
+        waits["reading"], waits["transform"], waits["copying"] = 0.0, share * in_readers, (1 - share) * in_readers
+
+
+def _transfer(measured: Measured) -> float:
+    """Seconds of transfer a batch."""
+    return measured.transferring.mean
+
+
+def _rest(measured: Measured, steps: Steps, setup: Setup, bound: Bound) -> float:
+    """Seconds a step of what would be the slowest stage without this one."""
+    work = {"reading": measured.reading.mean, "transform": measured.transform.mean, "copying": measured.copying.mean}
+    total = sum(work.values())
+    batches = max(1, measured.batches)
+    if bound == "transferring":
+        threads = max(1, measured.readers[0])
+        return total / threads if setup.is_numbered else measured.source[1] / batches
+    if _is_pulled(measured, setup):
+        beside = measured.readers[1] / measured.readers[0] / batches
+        others = beside if bound == "reading" else measured.source[1] / batches
+    else:
+        others = steps.wall / steps.count * (total - work[bound]) / total if total else 0.0
+    return max(others, _transfer(measured))
+
+
+# -- advice
+
+
+def _lock_advice(measured: Measured, setup: Setup) -> str:
+    del measured
+    if setup.is_numbered or setup.has_functions:
+        return f"workers=ps.Processes({setup.cpus}) computes in processes, beside each other"
+    return "the source computes in Python in one thread: let it yield what is cheap, and do the rest in transform= with ps.Processes(n)"
+
+
+def _more_workers(measured: Measured, steps: Steps, setup: Setup) -> str:
+    """More workers, where there is something for them to do; else an empty text."""
+    threads, busy, cpu = measured.readers
+    needed = math.ceil(1.2 * busy / max(steps.busy / steps.count * measured.batches, 1e-9)) if measured.batches else threads
+    waits = cpu < 0.5 * busy and not setup.processes
+    most = MOST_WAITING_WORKERS if waits else setup.cpus
+    wanted = min(most, max(needed, threads + 1))
+    if wanted <= max(threads, setup.workers):
+        return ""
+    return f"workers=ps.Processes({wanted})" if setup.processes else f"workers={wanted}"
+
+
+def _reading_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
+    if not setup.is_numbered:
+        return (
+            "one thread pulls the source: give a dataset (__len__ and __getitem__), which all workers read, or let it yield what is cheap "
+            "and do the rest in transform="
+        )
+    more = _more_workers(measured, steps, setup)
+    return more or f"all {setup.cpus} CPUs read already: make an example cheaper to read, or store it as it is used"
+
+
+def _transform_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
+    more = _more_workers(measured, steps, setup)
+    return more or "what the devices can do belongs in device_transform="
+
+
+def _copying_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
+    if not setup.is_numbered and setup.reuses_buffers and not setup.has_functions:
+        return "reuses_buffers=False lets the source go on while its batch is copied, where it yields new arrays"
+    more = _more_workers(measured, steps, setup)
+    return more or "store the data in a smaller dtype (uint8), and convert it in device_transform="
+
+
+def _transferring_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
+    del measured, steps
+    if setup.wide_share > 0.5:
+        return "send a smaller dtype (uint8) over the bus, and convert it in device_transform="
+    return "send fewer bytes a step" if setup.depth >= 4 else "depth=4 evens out slow transfers"
+
+
+_ADVICE = {"reading": _reading_advice, "transform": _transform_advice, "copying": _copying_advice, "transferring": _transferring_advice}

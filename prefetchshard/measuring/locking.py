@@ -16,7 +16,9 @@ import msgspec
 from prefetchshard.base.clock import Clock
 
 PROBE_SECONDS = 0.01
-"""How long the transfer thread sleeps at a time while it has nothing to do. Each time it wakes costs some 20 us of a thread that is idle."""
+"""How long the transfer thread sleeps before it first looks; then twice as long each time, so that a long wait burns no CPU time."""
+
+MOST_PROBE_SECONDS = 2.0
 
 LATE_SHARE = 0.6
 """Of the switch interval: later than that it was the lock. Systems wake a thread on a busy machine within some 3 ms."""
@@ -61,15 +63,17 @@ class LockProbes:
 
     def wait(self, wait_ready: Callable[[float], bool], is_over: Callable[[], bool], clock: Clock) -> bool:
         """Wait until something is ready, and look at each time that it takes longer. Returns False where nothing will come."""
+        seconds = PROBE_SECONDS
         while True:
             began = clock()
-            if wait_ready(PROBE_SECONDS):
+            if wait_ready(seconds):
                 return True
             if is_over():
                 return False
-            late = clock() - began - PROBE_SECONDS
+            late = clock() - began - seconds
             if late >= 0:
                 self.look(late)
+            seconds = min(2 * seconds, MOST_PROBE_SECONDS)
 
     def now(self) -> Locking:
         return Locking(self._looks, self._waits, self._waited_seconds)

@@ -101,8 +101,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="look at this machine: transfers, copies, CPUs, and which settings suit it",
         description="Looks at this machine and measures what a loader depends on: transfers to the devices, copies on the host, and how "
-        "many CPUs this process may use. The first line says what to change, if anything. Takes some seconds. Exit code 1 if JAX does not "
-        "start.",
+        "many CPUs this process may use. The first line says what to change, if anything. Takes some seconds. Exit code 1 if JAX's "
+        "devices cannot be used.",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object, with units in the names")
     doctor.set_defaults(command=_doctor)

@@ -22,7 +22,7 @@ def run(*, as_json: bool) -> int:
         as_json: as one JSON object; else as text.
 
     Returns:
-        The exit code: 0, or 1 where JAX does not start.
+        The exit code: 0, or 1 where JAX's devices cannot be used.
     """
     try:
         report = examine(tell=_tell)

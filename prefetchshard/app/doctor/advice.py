@@ -30,7 +30,7 @@ def advice(findings: Findings) -> tuple[str, ...]:
 def _sentences(findings: Findings) -> Iterator[str]:
     devices = findings.devices
     if isinstance(devices, Failed):
-        yield f"JAX does not start: {devices.failed}"
+        yield f"JAX's devices cannot be used: {devices.failed}"
     elif devices.has_idle_gpu:
         why = f"JAX_PLATFORMS={devices.asked_for}" if devices.asked_for else "install JAX with CUDA, such as jax[cuda13]"
         yield f"there is an NVIDIA GPU, but JAX runs on the CPU: {why}"
@@ -51,8 +51,8 @@ def _too_few_cpus(findings: Findings) -> Iterator[str]:
         return
     accelerators = devices.count if isinstance(devices, Devices) and devices.platform != "cpu" else 1
     if cpus.usable < CPUS_PER_DEVICE * accelerators:
-        by = "by its quota" if cpus.usable < cpus.affinity else "by its affinity"
-        yield f"this process may use {cpus.usable:g} of {cpus.visible} CPUs ({by}): give it {CPUS_PER_DEVICE} or more for each device"
+        bound = "a quota" if cpus.usable < cpus.affinity else "an affinity"
+        yield f"this process has {bound} of {cpus.usable:g} of {cpus.visible} CPUs: give it {CPUS_PER_DEVICE} or more a device"
 
 
 def _without_streaming(findings: Findings) -> Iterator[str]:

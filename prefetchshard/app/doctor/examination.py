@@ -55,7 +55,7 @@ def find_out(clock: Clock, tell: Progress, root: Path) -> Findings:
     tell("looking for page-locked memory, and for copies past the cache")
     staging = attempt(lambda: choose_staging(known(found, DEVICES)[0], RING_SLOTS))
     streaming = attempt(lambda: find_streaming(are_read=isinstance(found, Failed) or found[0].platform == "cpu"))
-    ways = attempt(lambda: facts.ways(known(found, DEVICES)[0], known(staging, STAGING), known(streaming, COPIES)))
+    ways = attempt(lambda: facts.ways(known(found, DEVICES)[0], known(staging), known(streaming)))
     tell("measuring transfers")
     bus = attempt(lambda: measure_bus(known(found, DEVICES), known(staging, STAGING), clock, available))
     small_puts = attempt(lambda: measure_small_puts(known(rules, DEVICES), known(staging, STAGING), clock))
@@ -66,7 +66,7 @@ def find_out(clock: Clock, tell: Progress, root: Path) -> Findings:
         interpreter=attempt(facts.interpreter),
         cpus=cpus,
         memory=memory,
-        devices=found if isinstance(found, Failed) else attempt(lambda: facts.devices(found, known(rules, "a mesh"), root)),
+        devices=found if isinstance(found, Failed) else attempt(lambda: facts.devices(found, known(rules), root)),
         ways=ways,
         bus=bus,
         small_puts=small_puts,

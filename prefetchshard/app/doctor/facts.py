@@ -51,14 +51,18 @@ class UnknownError(Exception):
     """What a part needs was not found out; the text says what that is."""
 
 
-def known(value: T | Failed, name: str) -> T:
+def known(value: T | Failed, name: str = "") -> T:
     """The value.
+
+    Args:
+        value: or why there is none.
+        name: of what has a line of its own, which says why; else this one says it.
 
     Raises:
         UnknownError: it could not be found out.
     """
     if isinstance(value, Failed):
-        raise UnknownError(f"not measured: it needs {name}")
+        raise UnknownError(f"needs {name}" if name else value.failed)
     return value
 
 
@@ -257,7 +261,7 @@ def devices(found: list[Any], rules: ShardingRules, root: Path = ROOT) -> Device
 
 
 def _memory_stats(device: Any) -> dict[str, int]:
-    found: dict[str, int] | Failed | None = attempt(device.memory_stats)
+    found: dict[str, int] | Failed | None = attempt(lambda: device.memory_stats())
     return {} if found is None or isinstance(found, Failed) else found
 
 

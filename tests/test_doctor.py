@@ -143,6 +143,19 @@ def test_a_rate_is_of_the_best_round_until_it_is_ready(gpus: list[Device], clock
     assert staging.calls == ["lock", "release", "lock", "release"]
 
 
+def test_a_put_to_all_devices_gives_each_its_part(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(arrays: Any) -> Any:
+        (array,) = arrays
+        assert {(shard.device, shard.data.shape) for shard in array.addressable_shards} == {(device, (1, MIB)) for device in jax.devices()}
+        assert (np.asarray(array) == 1).all()
+        clock.advance(0.5)
+        return arrays
+
+    monkeypatch.setattr(measurements, "block_until_ready", wait)
+    rate = measurements._measure_together(jax.devices(), Staging(), clock, MIB)
+    assert rate == pytest.approx(jax.device_count() * MIB / 0.5)
+
+
 def test_one_device_has_no_others(gpus: list[Device], clock: ManualClock) -> None:
     bus = measure_bus(gpus[:1], Staging(), clock, None)
     assert len(bus.devices) == 1
@@ -361,7 +374,7 @@ def test_devices_that_tell_little() -> None:
 
     found = facts.devices([Odd(0)], resolve(None))
     assert (found.platform, found.kind, found.count) == ("gpu", "?", 1)
-    assert (found.memory_bytes, found.used_bytes, found.memory_kinds, found.has_idle_gpu) == (None, None, (), False)
+    assert (found.memory_bytes, found.memory_kinds, found.has_idle_gpu) == (None, (), False)
 
 
 def test_devices_and_the_mesh_in_force(tmp_path: Path) -> None:
@@ -386,10 +399,8 @@ def test_a_gpu_that_jax_does_not_use(platform: str, is_idle: bool, tmp_path: Pat
 # -------------------------------------------------------------------------------------------------------- what follows
 
 OPTIONAL = tuple(OptionalPackage(name, "1.0", extra, brings) for name, extra, brings in facts.OPTIONAL)
-GPU = Devices(
-    "gpu", "NVIDIA H200", 2, 105 << 30, 1 << 20, ("device", "pinned_host"), None, "P('data') on the mesh {'data': 2}", None, False
-)
-CPU = msgspec.structs.replace(GPU, platform="cpu", kind="cpu", count=8, memory_bytes=None, used_bytes=None)
+GPU = Devices("gpu", "NVIDIA H200", 2, 105 << 30, ("device", "pinned_host"), None, "P('data') on the mesh {'data': 2}", None, False)
+CPU = msgspec.structs.replace(GPU, platform="cpu", kind="cpu", count=8, memory_bytes=None)
 NICE = Findings(
     versions=Versions("0.1.0", "3.12.1", "0.11.2", "0.11.2", "2.4.6", OPTIONAL),
     interpreter=Interpreter(0.005, False, True),
@@ -529,7 +540,7 @@ def test_the_text_has_the_figures() -> None:
     text = " ".join(text_of(report(NICE)).split())
     for said in (
         "prefetchshard doctor: nothing to mend",
-        "2 x NVIDIA H200 (gpu), 105.0 GiB for JAX in each, 0.0 GiB of the first one in use; memory kinds: device, pinned_host",
+        "2 x NVIDIA H200 (gpu), 105.0 GiB for JAX in each; memory kinds: device, pinned_host",
         "no mesh is in force; without sharding= batches go to P('data') on the mesh {'data': 2}",
         "memory that CUDA's driver locks: a put of 8 MiB",
         "64 MiB to cuda:1: 8.0 GB/s from plain memory, 50.0 GB/s from staging memory (6.2 times as fast)",
@@ -540,7 +551,7 @@ def test_the_text_has_the_figures() -> None:
         "32 threads saturate the memory past the cache",
         "32 visible, 32 in the affinity; this process may use 32",
         "512.0 GiB available of 1024.0 GiB; no limit by a control group",
-        "a thread asks for it after 5 ms",
+        "threads share the interpreter's lock; switch interval 5 ms",
         "arrays: workers=16, depth=2: so many fill the bus, at 80 GB/s",
         "Python functions: workers=ps.Processes(28), depth=2: each has an interpreter of its own",
     ):
@@ -651,6 +662,9 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     assert asked == [False, True]
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "as the user set it"
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
+    assert cli.main(["doctor"]) == 0
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"  # else it would take most of a GPU on which a training runs
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)], ids=["text", "json"])

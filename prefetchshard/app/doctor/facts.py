@@ -215,7 +215,6 @@ class Devices(msgspec.Struct, frozen=True):
         kind: the vendor's name for the first one.
         count: those of this process.
         memory_bytes: what JAX may take of the memory of each; None where the backend does not tell.
-        used_bytes: what it has taken of the first one; None likewise.
         memory_kinds: where an array can lie, the default first.
         mesh: that is in force, as `jax.set_mesh` does; None where there is none.
         sharding: of a loader that is not told one.
@@ -227,7 +226,6 @@ class Devices(msgspec.Struct, frozen=True):
     kind: str
     count: int
     memory_bytes: int | None
-    used_bytes: int | None
     memory_kinds: tuple[str, ...]
     mesh: str | None
     sharding: str
@@ -244,14 +242,12 @@ def devices(found: list[Any], rules: ShardingRules, root: Path = ROOT) -> Device
         root: of the file system in which the devices of drivers are.
     """
     first = found[0]
-    memory = _memory_stats(first)
     mesh = mesh_in_force()
     return Devices(
         platform=first.platform,
         kind=getattr(first, "device_kind", "?"),
         count=len(found),
-        memory_bytes=memory.get("bytes_limit"),
-        used_bytes=memory.get("bytes_in_use"),
+        memory_bytes=_memory_stats(first).get("bytes_limit"),
         memory_kinds=_memory_kinds(first),
         mesh=None if mesh is None else mesh_text(mesh),
         sharding=str(rules),

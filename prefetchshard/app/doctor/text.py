@@ -60,10 +60,7 @@ def _versions(found: Versions) -> list[str]:
 
 
 def _devices(found: Devices) -> list[str]:
-    memory = ""
-    if found.memory_bytes is not None:
-        used = f", {gibibytes(found.used_bytes)} of the first one in use" if found.used_bytes else ""
-        memory = f", {gibibytes(found.memory_bytes)} for JAX in each{used}"
+    memory = "" if found.memory_bytes is None else f", {gibibytes(found.memory_bytes)} for JAX in each"
     return [
         f"{found.count} x {found.kind} ({found.platform}){memory}; memory kinds: {', '.join(found.memory_kinds) or 'not told'}",
         f"{f'the mesh {found.mesh} is in force' if found.mesh else 'no mesh is in force'}; without sharding= batches go to {found.sharding}",
@@ -132,9 +129,9 @@ def _memory(found: HostMemory) -> list[str]:
 
 
 def _interpreter(found: Interpreter) -> list[str]:
-    lock = "threads share the interpreter's lock" if found.has_lock else "no lock: threads run Python side by side"
-    built = ", in a free-threaded build" if found.is_free_threaded else ""
-    return [f"{lock}{built}; a thread asks for it after {1e3 * found.switch_interval_seconds:g} ms"]
+    lock = "threads share the interpreter's lock" if found.has_lock else "no lock, so threads run Python side by side"
+    built = "free-threaded build: " if found.is_free_threaded else ""
+    return [f"{built}{lock}; switch interval {1e3 * found.switch_interval_seconds:g} ms"]
 
 
 def _suggestions(found: tuple[Suggestion, ...]) -> list[str]:

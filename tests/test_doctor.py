@@ -479,6 +479,14 @@ def test_where_copies_are_slower_than_the_bus_they_decide() -> None:
     assert arrays(changed(copies=NOT_MEASURED, cpus=Cpus(64, 64, 5.5))) == (6, "one for each CPU; how fast they copy is not known")
 
 
+@pytest.mark.parametrize(("cpus", "want"), [(1.0, 1), (1.5, 2), (2.0, 2)])
+def test_one_reader_has_another_beside_it(cpus: float, want: int) -> None:
+    copies = summary(1 << 30, [CopyRate(1, 20e9, None), CopyRate(2, 20e9, None)], uses_streaming=False)
+    workers, reason = arrays(changed(copies=copies, bus=NOT_MEASURED, cpus=Cpus(4, 4, cpus)))
+    assert workers == want
+    assert "more do not copy faster than 20 GB/s" in reason
+
+
 def test_readers_of_arrays_are_no_more_than_help() -> None:
     much = summary(1 << 30, [CopyRate(n, 1e9 * n, None) for n in (1, 32)], uses_streaming=False)
     assert arrays(changed(copies=much)) == (16, "more threads wait for each other")

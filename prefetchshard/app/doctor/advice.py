@@ -78,6 +78,8 @@ def _for_arrays(findings: Findings, cpus: int) -> Suggestion:
         workers, reason = cpus, "one for each CPU; how fast they copy is not known"
     else:
         workers, reason = _enough_threads(copies, None if isinstance(bus, Failed) else bus)
+    if workers == 1 and cpus > 1:
+        workers, reason = 2, f"while one waits the other copies; {reason}"
     if workers > MOST_WORKERS:
         workers, reason = MOST_WORKERS, "more threads wait for each other"
     return Suggestion("arrays", workers, False, 2, reason)

@@ -15,11 +15,11 @@ CPUS_PER_DEVICE = 4
 """With so many readers a training step hides the input on one H100 (images, 36.8 MiB a batch)."""
 
 COPY_MARGIN = 1.3
-"""Readers do more than copy: where their copies alone would give so many times the rate of the bus, the loader gives that rate."""
+"""Readers do more than copy. On one H100 eight threads gathered rows at 62 GB/s, and through the loader it was 45.5."""
 
 LEAST_MEMORY_BYTES = 2 << 30
 WAITING_THREADS = (16, 64)
-"""For a source that waits, the fewest and the most to begin with."""
+"""For a source that waits, the fewest and the most to begin with: guesses, as only the storage knows."""
 
 
 def advice(findings: Findings) -> tuple[str, ...]:

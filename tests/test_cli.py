@@ -37,6 +37,8 @@ def test_module_shows_the_version() -> None:
         (["demo", "--mesh", f"data={'9' * 5000}"], "--mesh"),
         (["demo", "--backend", "trio"], "give --async too"),
         (["demo", "--async", "--backend", "curio"], "invalid choice"),
+        (["doctor", "--yaml"], "unrecognized arguments: --yaml"),
+        (["doctor", "here"], "unrecognized arguments: here"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ RANKS = [
     {"iterator"},
     {"loader"},
     {"__init__", "checkpoint", "testing"},
-    {"app"},  # a user of the public names
+    {"app"},  # a user of the public names; `doctor` measures with the parts themselves
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
@@ -140,6 +140,17 @@ def test_rooms_that_must_not_know_each_other(file: Path) -> None:
     refused = FORBIDDEN.get(own, set()) | (NOBODY_IMPORTS - {own} if own != "__main__" else set())
     wrong = [f"{file.relative_to(REPOSITORY)}:{line} imports {target}" for line, target in ours_in(file) if package_of(target) in refused]
     assert not wrong
+
+
+def test_the_command_line_and_the_demo_are_users_of_the_public_names() -> None:
+    known = {
+        f"{module_name(file)}:{line} imports {target}"
+        for file in FILES
+        if module_name(file) in ("app.cli", "app.demo")
+        for line, target in ours_in(file)
+        if target != "__init__" and package_of(target) != "app"
+    }
+    assert not known
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)

@@ -16,7 +16,7 @@ from prefetchshard.planning.host_batch import HostBatch
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.staging import pinned, registered
 from prefetchshard.staging.layout import FreshStaging, Layout
-from prefetchshard.staging.pinned import PinnedStaging, choose_staging
+from prefetchshard.staging.pinned import PinnedStaging, choose_staging, explain_staging
 from prefetchshard.staging.registered import CudaDriver, DriverError, Lockable
 from support import Thread
 
@@ -276,6 +276,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, driver: CudaDriver | None, fast: lis
     seen: list[CudaDriver | None] = []
     monkeypatch.setattr(pinned, "_drivers", {})
     monkeypatch.setattr(pinned, "_fast", {})
+    monkeypatch.setattr(pinned, "_reasons", {})
     monkeypatch.setattr(pinned, "_driver_of", lambda device: driver)
 
     def measure(device: Any) -> bool:
@@ -309,6 +310,37 @@ def test_and_else_ordinary_memory(why: Any, monkeypatch: pytest.MonkeyPatch) -> 
     seen = probed(monkeypatch, None, [why])
     assert isinstance(choose_staging(DEVICE, 2), FreshStaging)
     assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("fast", "memory", "reason"),
+    [
+        ([True], "memory that CUDA's driver locks", ""),
+        ([False, True], "page-locked memory of JAX", ""),
+        ([RuntimeError("bad"), True], "page-locked memory of JAX", "memory that CUDA's driver locks cannot be used: bad"),
+        (
+            [RuntimeError("bad"), ValueError("worse")],
+            "new memory for each batch",
+            "memory that CUDA's driver locks cannot be used: bad; page-locked memory of JAX cannot be used: worse",
+        ),
+    ],
+)
+def test_which_memory_it_is_and_why_can_be_asked(
+    fast: list[bool | Exception], memory: str, reason: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed(monkeypatch, driver, fast)
+    assert explain_staging(DEVICE) == (memory, reason)
+    assert explain_staging(DEVICE) == (memory, reason)
+
+
+def test_the_cpu_backend_needs_no_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cpu(Device):
+        platform = "cpu"
+
+    monkeypatch.setattr(pinned, "_fast", None)  # is not asked
+    memory, reason = explain_staging(Cpu())
+    assert memory == "aligned memory"
+    assert "where it lies" in reason
 
 
 def test_a_machine_without_the_driver(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

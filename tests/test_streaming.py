@@ -113,6 +113,7 @@ def test_without_llvmlite_numpy_copies(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
     assert undecided(monkeypatch, caplog) is None
     assert "pip install 'prefetchshard[native]'" in caplog.text
+    assert copies.find_streaming(are_read=False)[:2] == (None, False)
 
 
 def test_a_compiler_that_fails_is_no_fault_of_the_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,6 +129,10 @@ def test_it_is_used_where_it_is_faster(
 ) -> None:
     monkeypatch.setattr(copies, "LEAST_GAIN", gain)
     found = undecided(monkeypatch, caplog, are_read=are_read)
+    asked = copies.find_streaming(are_read=are_read)
+    assert asked.copy_rows is not None
+    assert (asked.is_faster, asked.reason.endswith(": used")) == (found is not None, found is not None)
+    assert asked.reason in caplog.text
     assert (found is not None) == (gain == 0.0)
     assert ("not used" in caplog.text) == (gain > 0)
 

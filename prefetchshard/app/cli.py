@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"prefetchshard {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -92,6 +94,26 @@ def _demo(options: argparse.Namespace) -> int:
             checkpoint_every=options.checkpoint_every or demo.SAVE_EVERY_STEPS,
         )
     )
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - as above
+    doctor = commands.add_parser(
+        "doctor",
+        help="look at this machine: transfers, copies, CPUs, and which settings suit it",
+        description="Looks at this machine and measures what a loader depends on: transfers to the devices, copies on the host, and how "
+        "many CPUs this process may use. The first line says what to change, if anything. Takes some seconds. Exit code 1 if JAX's "
+        "devices cannot be used.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object, with units in the names")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    # Else JAX takes three quarters of each GPU when it starts, beside a training that may run there
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from prefetchshard.app import doctor
+
+    return doctor.run(as_json=options.json)
 
 
 def _refuse(reason: str) -> int:

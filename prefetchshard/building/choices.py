@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefetchshard.base.config import Processes, Settings
+from prefetchshard.base.cpus import cpu_count
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.limits import MOST_IN_FLIGHT
 from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits
@@ -14,7 +15,6 @@ from prefetchshard.building.checks import check_last_rows
 from prefetchshard.leaves.copying import private_copy
 from prefetchshard.ordering.epoch_order import EpochOrder
 from prefetchshard.reading.full_rows import too_few
-from prefetchshard.reading.reading_plan import cpu_count
 from prefetchshard.sharding.batch_tree import in_brackets, leaf_paths
 from prefetchshard.sharding.rules import ShardingRules
 from prefetchshard.sources import Source

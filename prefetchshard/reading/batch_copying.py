@@ -7,11 +7,12 @@ import queue
 from functools import partial
 from typing import Any
 
+from prefetchshard.base.cpus import cpu_count
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.leaves.copying import are_unshared
 from prefetchshard.measuring.recorder import Span
 from prefetchshard.reading.open_batch import OpenBatch
-from prefetchshard.reading.reading_plan import Part, ReadingPlan, cpu_count
+from prefetchshard.reading.reading_plan import Part, ReadingPlan
 from prefetchshard.reading.worker import Worker
 from prefetchshard.reading.writing import Writer
 from prefetchshard.sharding.batch_tree import BatchTree

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -21,11 +20,6 @@ from prefetchshard.sources.arrays import Rows
 ReadItem: TypeAlias = HostBatch | EpochMark
 HostQueue: TypeAlias = BoundedQueue[ReadItem]
 HostTicket: TypeAlias = Ticket[ReadItem]
-
-
-def cpu_count() -> int:
-    """The CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ReadingPlan(msgspec.Struct):

@@ -35,6 +35,7 @@ ROUND_BYTES = 1 << 16
 
 _drivers: dict[Any, CudaDriver | None] = {}  # what locks memory, by device; None: JAX
 _fast: dict[Any, bool] = {}  # what `puts_are_fast` found, by device
+_reasons: dict[Any, list[str]] = {}  # and why, in words
 
 
 class _PageLocked:
@@ -57,8 +58,18 @@ def _driver_of(device: Any) -> CudaDriver | None:
         try:
             return CudaDriver(device)
         except (OSError, AttributeError, TypeError, DriverError) as error:
-            _log.info("page-locked memory on %s is JAX's own: %s", device, error)
+            _note(device, f"page-locked memory is JAX's own: {error}")
     return None
+
+
+def _memory_of(device: Any) -> str:
+    return "page-locked memory of JAX" if _drivers.get(device) is None else "memory that CUDA's driver locks"
+
+
+def _note(device: Any, reason: str) -> None:
+    """For the log, and for who asks why."""
+    _log.info("staging for %s: %s", device, reason)
+    _reasons.setdefault(device, []).append(reason)
 
 
 class _Slot:
@@ -180,7 +191,7 @@ def _is_fast(device: Any) -> bool:
     try:
         return _measure(device)
     except Exception as error:  # noqa: BLE001 - a backend without such memory may raise anything
-        _log.info("no page-locked staging on %s: %s", device, error)
+        _note(device, f"{_memory_of(device)} cannot be used: {error}")
         return False
 
 
@@ -191,7 +202,7 @@ def _measure(device: Any) -> bool:
     locked[:] = 1
     slot.lock()
     if not bool((np.asarray(device_put(locked, target)) == 1).all()):
-        _log.info("no page-locked staging on %s: a transfer does not read what was written into such memory", device)
+        _note(device, f"a transfer does not read what was written into {_memory_of(device)}")
         return False
     times = {True: 1e9, False: 1e9}
     for _ in range(4):
@@ -200,13 +211,10 @@ def _measure(device: Any) -> bool:
             block_until_ready(device_put(memory, target))
             times[is_locked] = min(times[is_locked], time.perf_counter() - began)
     fast = times[False] > LEAST_GAIN * times[True]
-    _log.info(
-        "page-locked staging on %s: a put of %d MiB takes %.2f ms from page-locked memory, %.2f ms from other: %s",
+    _note(
         device,
-        PROBE_BYTES >> 20,
-        1e3 * times[True],
-        1e3 * times[False],
-        "used" if fast else "not used",
+        f"a put of {PROBE_BYTES >> 20} MiB takes {1e3 * times[True]:.2f} ms from {_memory_of(device)}, "
+        f"{1e3 * times[False]:.2f} ms from other: {'used' if fast else 'not used'}",
     )
     return fast
 
@@ -216,3 +224,12 @@ def choose_staging(device: Any, capacity: int) -> Staging:
     if device.platform == "cpu":
         return AliasedStaging(capacity)
     return PinnedStaging(device, capacity) if puts_are_fast(device) else FreshStaging()
+
+
+def explain_staging(device: Any) -> tuple[str, str]:
+    """Which memory `choose_staging` takes for batches that go to this device, and why; both in words."""
+    if device.platform == "cpu":
+        return "aligned memory", "the CPU backend uses it where it lies, so that nothing is transferred"
+    fast = puts_are_fast(device)
+    kind = _memory_of(device) if fast else "new memory for each batch"
+    return kind, "; ".join(_reasons.get(device, ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,14 +91,27 @@ def _rows_are_bytes(view: AnyArray, source: AnyArray) -> bool:
 BY_NUMPY = Copies()
 
 
+class Finding(NamedTuple):
+    """What was found out about copies past the cache.
+
+    Attributes:
+        copy_rows: what makes them, whether it is faster or not; None: there is nothing on this machine.
+        is_faster: whether it is, and so is used.
+        reason: why, in words.
+    """
+
+    copy_rows: CopyRows | None
+    is_faster: bool
+    reason: str
+
+
 class _Measured:
     """What was found out in this process, once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # guards all below
-        self.copy_rows: CopyRows | None = None
-        self.is_made = False
-        self.is_faster: dict[bool, bool] = {}  # by whether the memory is read by this processor afterwards
+        self.made: CopyRows | str | None = None  # or why there is nothing
+        self.findings: dict[bool, Finding] = {}  # by whether the memory is read by this processor afterwards
 
 
 _measured = _Measured()
@@ -105,31 +119,46 @@ _measured = _Measured()
 
 def is_decided(*, are_read: bool) -> bool:
     """Whether `streaming_if_faster` has its answer already."""
-    return are_read in _measured.is_faster
+    return are_read in _measured.findings
 
 
 def streaming_if_faster(*, are_read: bool) -> CopyRows | None:
-    """What copies past the cache, if that is faster on this machine; found out once in a process, which takes some 60 ms.
+    """What copies past the cache, if that is faster on this machine.
+
+    Args:
+        are_read: as for `find_streaming`.
+    """
+    found = find_streaming(are_read=are_read)
+    return found.copy_rows if found.is_faster else None
+
+
+def find_streaming(*, are_read: bool) -> Finding:
+    """Whether copies past the cache are faster on this machine; found out once in a process, which takes some 60 ms.
 
     Args:
         are_read: whether this processor reads what was copied, as the CPU backend does. Other devices read it from memory.
     """
     with _measured.lock:
-        if not _measured.is_made:
-            _measured.is_made = True
-            try:
-                _measured.copy_rows = make_copy_rows()
-            except NoMachineCode as reason:
-                _log.info("no streaming copies: %s", reason)
-            except Exception as error:  # noqa: BLE001 - LLVM may raise anything
-                _log.info("no streaming copies: LLVM says %s", error)
-        copy_rows = _measured.copy_rows
-        if are_read not in _measured.is_faster:
-            _measured.is_faster[are_read] = copy_rows is not None and _is_faster(copy_rows, are_read=are_read)
-        return copy_rows if _measured.is_faster[are_read] else None
+        if _measured.made is None:
+            _measured.made = _make_or_say_why_not()
+        made = _measured.made
+        if are_read not in _measured.findings:
+            found = Finding(None, False, made) if isinstance(made, str) else _compare(made, are_read=are_read)
+            _measured.findings[are_read] = found
+            _log.info("streaming copies: %s", found.reason)
+        return _measured.findings[are_read]
 
 
-def _is_faster(copy_rows: CopyRows, *, are_read: bool) -> bool:
+def _make_or_say_why_not() -> CopyRows | str:
+    try:
+        return make_copy_rows()
+    except NoMachineCode as reason:
+        return str(reason)
+    except Exception as error:  # noqa: BLE001 - LLVM may raise anything
+        return f"LLVM says {error}"
+
+
+def _compare(copy_rows: CopyRows, *, are_read: bool) -> Finding:
     """Copy by both from memory to memory of which nothing is in the cache, as it is with large sources and with the slots of a ring."""
     other, source, target = np.ones((3, MEASURED_BYTES), np.uint8)
     streaming, caching = Copies(copy_rows), Copies()
@@ -144,12 +173,8 @@ def _is_faster(copy_rows: CopyRows, *, are_read: bool) -> bool:
                 int(target.view(np.uint64).sum())
             best[streams] = min(best[streams], time.perf_counter() - began)
     faster = best[False] > LEAST_GAIN * best[True]
-    _log.info(
-        "streaming copies: %d MiB are copied%s in %.2f ms past the cache, in %.2f ms through it: %s",
-        MEASURED_BYTES >> 20,
-        " and read" if are_read else "",
-        1e3 * best[True],
-        1e3 * best[False],
-        "used" if faster else "not used",
+    reason = (
+        f"{MEASURED_BYTES >> 20} MiB are copied{' and read' if are_read else ''} in {1e3 * best[True]:.2f} ms past the cache, "
+        f"in {1e3 * best[False]:.2f} ms through it: {'used' if faster else 'not used'}"
     )
-    return faster
+    return Finding(copy_rows, faster, reason)

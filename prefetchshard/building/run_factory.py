@@ -8,6 +8,7 @@ from typing import Any
 
 from prefetchshard.base.clock import Clock
 from prefetchshard.base.config import Processes, Settings
+from prefetchshard.base.cpus import cpu_count
 from prefetchshard.base.errors import UsedUpError
 from prefetchshard.base.event_loop import HomeLoop, running_loop
 from prefetchshard.base.jax_context import JaxContext
@@ -24,7 +25,7 @@ from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits
 from prefetchshard.queues.bounded_queue import BoundedQueue, CountedQueue
 from prefetchshard.reading.item_dealer import ItemDealer
-from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan, cpu_count
+from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan
 from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions

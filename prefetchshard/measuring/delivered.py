@@ -62,9 +62,11 @@ class Delivered:
         warm_up: the steps until the loop has used up what was read during the first step, which compiles, and during start-up.
         steady: the steps after these.
         next: how long `next()` took, but for the first batch.
+        step: how long the consumer took from one batch to its next call, but for the first step.
         longest_wait: the stage for which the longest of these waited; empty where none has waited.
         reading: what that took for each batch; so too the others.
         transfer_seconds: in which a transfer was on its way.
+        dispatch_seconds: in the calls that begin transfers.
         ready_seconds: that batches waited, ready, for the consumer, summed.
         host_seconds: that batches waited, read, for their transfer, summed.
 
@@ -76,9 +78,11 @@ class Delivered:
         self.warm_up = Steps()
         self.steady = Steps()
         self.next = Durations()
+        self.step = Durations()
         self.longest_wait = ""
         self.reading, self.transform, self.copying, self.transferring = (Durations() for _ in range(4))
         self.transfer_seconds = 0.0
+        self.dispatch_seconds = 0.0
         self.ready_seconds = 0.0
         self.host_seconds = 0.0
         self.batches = 0
@@ -88,8 +92,8 @@ class Delivered:
 
     def add(self, batches: Sequence[BatchTimes], warm_up: int) -> None:
         """Add batches; `warm_up`: how many may have been read ahead before the loop began."""
-        ends = np.array([(b.asked_at, b.taken_at, b.dispatch_at, b.ready_at, b.read_at) for b in batches])
-        asked, taken, dispatch, ready, read = ends.T
+        ends = np.array([(b.asked_at, b.taken_at, b.dispatch_at, b.dispatched_at, b.ready_at, b.read_at) for b in batches])
+        asked, taken, dispatch, dispatched, ready, read = ends.T
         work = np.array([b.seconds() for b in batches])
         steps = [b.step for b in batches]
         stalled = taken - asked
@@ -98,6 +102,7 @@ class Delivered:
         ready_before = np.maximum.accumulate(np.concatenate([[self._last_ready], ready[:-1]]))
         transfer = np.maximum(0.0, ready - np.maximum(dispatch, ready_before))
         self.transfer_seconds += float(transfer.sum())
+        self.dispatch_seconds += float((dispatched - dispatch).sum())
         self.ready_seconds += float((taken - ready).sum())
         self.host_seconds += float(np.maximum(0.0, dispatch - read).sum())
         for durations, seconds in zip((self.reading, self.transform, self.copying), work.T, strict=True):
@@ -114,6 +119,7 @@ class Delivered:
         columns = np.stack([np.ones_like(asked), asked - before, stalled, *causes])
         if self.batches < 2:
             columns[1, : max(0, 2 - self.batches)] = 0.0  # nothing came before the first batch, and the first step compiles
+        self.step.add(columns[1, max(0, 2 - self.batches) :], steps[max(0, 2 - self.batches) :])
         steady_from = self._find_steady(ready > asked, warm_up)
         if steady_from > first:
             self.warm_up += Steps(*columns[:, first:steady_from].sum(axis=1).tolist())

@@ -1,9 +1,9 @@
 """How long a thread that could go on has to wait for the interpreter's lock.
 
-Nothing in Python tells who waits for the lock. But a thread that sleeps for a known time, and one that is woken at a known moment, see
-when they go on: right away where the lock is free, and after `sys.getswitchinterval()` (5 ms) or more where another thread computes in
-Python and does not let go of it by itself. The transfer thread has nothing to do while the readers are the slow ones, so it looks then.
-The idea is that of `gilknocker` (https://github.com/milesgranger/gilknocker), whose thread is a native one.
+Nothing in Python tells who waits for the lock. But a thread that sleeps for a known time sees when it goes on: right away where the lock is
+free, and after `sys.getswitchinterval()` (5 ms) or more where another thread computes in Python and does not let go of it by itself. The
+transfer thread looks, whenever it waits for readers or for the consumer. One that is woken by another thread sees less: who wakes it mostly
+waits itself a moment later. The idea is that of `gilknocker` (https://github.com/milesgranger/gilknocker), whose thread is a native one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from prefetchshard.base.clock import Clock
 
-PROBE_SECONDS = 0.01
+PROBE_SECONDS = 0.002
 """How long the transfer thread sleeps before it first looks; then twice as long each time, so that a long wait burns no CPU time."""
 
 MOST_PROBE_SECONDS = 2.0

@@ -86,7 +86,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         transform_seconds: time spent in `transform` and `collate`, summed over threads.
         copy_seconds: time spent copying into the staging memory, summed over threads.
         transfer_seconds: time in which a transfer was on its way.
+        dispatch_seconds: of the calls that begin transfers; it grows with the number of leaves.
         next: how long `next()` took, but for the first batch.
+        step: how long the consumer took from one batch to its next call of `next()`, but for the first step, which compiles.
         stages: how long each stage took for a batch.
         source_thread: the thread that pulls an iterator; its `threads` are 0 where there is none.
         readers: the threads that read by number, transform and copy.
@@ -124,7 +126,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     transform_seconds: float
     copy_seconds: float
     transfer_seconds: float
+    dispatch_seconds: float = 0.0
     next: Distribution = Distribution()
+    step: Distribution = Distribution()
     stages: Stages = Stages()
     source_thread: ThreadTimes = ThreadTimes()
     readers: ThreadTimes = ThreadTimes()
@@ -155,10 +159,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
                 start_up=self.start_up_seconds,
                 warm_up=self.warm_up,
                 steady=self.steady,
+                step=self.step,
                 reading=self.stages.reading,
                 transform=self.stages.transform,
                 copying=self.stages.copying,
                 transferring=self.stages.transferring,
+                dispatching=self.dispatch_seconds,
                 source=(self.source_thread.threads, self.source_thread.busy_seconds, self.source_thread.cpu_seconds),
                 readers=(self.readers.threads, self.readers.busy_seconds, self.readers.cpu_seconds),
                 locking=self.locking,
@@ -234,7 +240,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     def _table(self) -> list[str]:
         lines = [f"{'ms a batch':<14}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'largest':>10}  at step"]
-        for name, found in (("next()", self.next), *((name, getattr(self.stages, name)) for name in self.stages.__struct_fields__)):
+        for name, found in (("next()", self.next), ("step", self.step), *((name, getattr(self.stages, name)) for name in self.stages.__struct_fields__)):
             times = (found.mean, found.p50, found.p90, found.p99, found.largest)
             at = found.largest_step if found.largest_step >= 0 else ""
             lines.append(f"{name:<14}{''.join(f'{1000 * seconds:>10.3f}' for seconds in times)}  {at}".rstrip())
@@ -272,7 +278,7 @@ _DERIVED = ("stall_share", "bound", "rows_per_second", "bytes_per_second", "mean
 
 _ADDED_UP = (
     "batches", "rows", "bytes", "dropped_rows", "padded_rows", "replayed", "wall_seconds", "stall_seconds", "busy_seconds",
-    "start_up_seconds", "warm_up", "steady", "source_seconds", "transform_seconds", "copy_seconds", "transfer_seconds", "next", "stages",
+    "start_up_seconds", "warm_up", "steady", "source_seconds", "transform_seconds", "copy_seconds", "transfer_seconds", "dispatch_seconds", "next", "step", "stages",
     "source_thread", "readers", "locking", "ready_batch_seconds", "host_batch_seconds",
 )  # fmt: skip
 

@@ -23,14 +23,18 @@ LEAST_START_UP_SECONDS = 0.1
 START_UP_SHARE = 0.15
 """Of the wall time, likewise."""
 
-LOCK_SHARE = 0.4
-"""The interpreter's lock counts as held where so many looks had to wait for it."""
+LOCK_SHARE = 0.25
+"""The interpreter's lock counts as contended where so many looks had to wait for it (`bench/verdicts.py`: 0.5 to 1.0 where Python code is what
+takes the time, below 0.05 elsewhere)."""
 
-LEAST_LOOKS = 4
+LEAST_LOOKS = 2
 
 ONE_CPU = (0.5, 1.4)
 """Threads that hold the lock by turns use about one CPU together; more, and they compute beside each other, less, and they wait for something
 else."""
+
+FREE_STEPS = 0.05
+"""So many steps, at least, find the interpreter's lock free where the others wait for it."""
 
 NEXT_SECONDS = 2e-5
 """What a `next()` takes that need not wait."""
@@ -77,10 +81,12 @@ class Measured(NamedTuple):
     start_up: float
     warm_up: Steps
     steady: Steps
+    step: Distribution
     reading: Distribution
     transform: Distribution
     copying: Distribution
     transferring: Distribution
+    dispatching: float
     source: tuple[int, float, float]
     readers: tuple[int, float, float]
     locking: Locking
@@ -97,12 +103,15 @@ class Measured(NamedTuple):
         return (self.source[2] + self.readers[2]) / self.wall if self.wall > 0 else 0.0
 
     @property
-    def lock_seconds(self) -> float:
-        """What a thread has to wait for the interpreter's lock each time, on average; 0.0 where it is free enough."""
+    def is_dispatch(self) -> bool:
+        """Whether transfers are mostly the calls that begin them."""
+        return self.dispatching > 0.5 * self.transferring.total
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether its threads hold the interpreter's lock by turns."""
         locking, (least, most) = self.locking, ONE_CPU
-        if locking.looks < LEAST_LOOKS or locking.share < LOCK_SHARE or not least <= self.cpus_used <= most:
-            return 0.0
-        return locking.waited_seconds / locking.looks
+        return locking.looks >= LEAST_LOOKS and locking.share >= LOCK_SHARE and least <= self.cpus_used <= most
 
 
 def judge(measured: Measured, setup: Setup) -> Verdict:
@@ -112,18 +121,24 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
     lost = steps.stalled / wall if wall > 0 else 0.0
     if _is_start_up(measured, steps.stalled):
         return _start_up(measured)
-    lock = measured.lock_seconds if setup.cpus > 1 and not setup.processes else 0.0
-    if lock:
-        held = min(lock * steps.count, 0.9 * steps.busy)  # the step is woken at least once, and has to wait for the lock then
-        lost_to_lock = (steps.stalled + held) / wall
+    if measured.is_locked and setup.cpus > 1 and not setup.processes:
+        undisturbed = min(_undisturbed_step(measured), steps.busy / steps.count)
+        lost_to_lock = 1 - undisturbed * steps.count / wall
         if lost_to_lock >= LITTLE:
-            at_least = max((steps.busy - held) / steps.count, _transfer(measured))
-            return Verdict("lock", lost_to_lock, _gain(wall / steps.count, at_least), _lock_advice(measured, setup))
+            return Verdict("lock", lost_to_lock, _gain(wall / steps.count, undisturbed), _lock_advice(measured, setup))
     if lost < LITTLE:
         return Verdict("consumer", lost, lost / (1 - lost), "")
     bound = _slowest(measured, steps, setup)
-    gain = _gain(wall / steps.count, max(steps.busy / steps.count, _rest(measured, steps, setup, bound)))
+    step = steps.busy / steps.count
+    if bound == "transferring" and measured.is_dispatch:  # which computes in Python
+        step = min(step, _undisturbed_step(measured))
+    gain = _gain(wall / steps.count, max(step, _rest(measured, steps, setup, bound)))
     return Verdict(bound, lost, gain, _ADVICE[bound](measured, steps, setup))
+
+
+def _undisturbed_step(measured: Measured) -> float:
+    """Seconds of a step that need not wait for the interpreter's lock: some find it free."""
+    return measured.step.quantile(FREE_STEPS)
 
 
 def _gain(now: float, then: float) -> float:
@@ -238,7 +253,9 @@ def _copying_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
 
 
 def _transferring_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
-    del measured, steps
+    del steps
+    if measured.is_dispatch:
+        return "fewer leaves: each costs a call, so put small ones together into one array"
     if setup.wide_share > 0.5:
         return "send a smaller dtype (uint8) over the bus, and convert it in device_transform="
     return "send fewer bytes a step" if setup.depth >= 4 else "depth=4 evens out slow transfers"

@@ -64,14 +64,14 @@ def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferL
                     break
                 if host is not EMPTY:
                     pending.append(_dispatch(placer, host))
-            elif not _deliver(placer, pending, inbox, outbox):
+            elif not _deliver(placer, pending, inbox, outbox, recorder):
                 break
         failure = inbox.failure
     except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue carries the error to the consumer
         failure = error
     try:
         while pending and not outbox.cancelled:  # dispatched before the failure, so delivered before it
-            if not _deliver(placer, pending, inbox, outbox):
+            if not _deliver(placer, pending, inbox, outbox, recorder):
                 break
     except BaseException as error:  # noqa: BLE001 - as above; this batch comes before the one that failed above
         failure = error
@@ -85,10 +85,7 @@ def _wait_for_input(inbox: Inbox, recorder: Recorder) -> HostBatch | EmptyType |
     """Wait for the next host batch, and see meanwhile whether the interpreter's lock is free. None: none will come."""
     if not recorder.locking.wait(inbox.wait_ready, inbox.is_over, recorder.clock):
         return None
-    host = inbox.take_nowait()
-    if host is not EMPTY:
-        recorder.locking.look(recorder.clock() - host.times.read_at)
-    return host
+    return inbox.take_nowait()
 
 
 def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
@@ -98,11 +95,12 @@ def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
         raise noted(error, host)  # noqa: B904 - it is that error, or has it as its cause
 
 
-def _deliver(placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue) -> bool:
+def _deliver(placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue, recorder: Recorder) -> bool:
     try:
         placed = _land(placer, pending.popleft())
         if not outbox.has_room:
             _wait_for_others(placer, pending)
+            _wait_for_room(outbox, recorder)
     except BaseException:
         pending.clear()  # batches keep their order: none may be delivered after one that failed
         raise
@@ -124,6 +122,11 @@ def _wait_for_others(placer: Placer, pending: deque[PendingTransfer]) -> None:
             placer.wait(flight)
         except Exception:  # noqa: BLE001 - raised again when its turn comes
             return
+
+
+def _wait_for_room(outbox: ReadyQueue, recorder: Recorder) -> None:
+    """Wait until the consumer takes a batch, and see meanwhile whether the interpreter's lock is free."""
+    recorder.locking.wait(outbox.wait_room, lambda: False, recorder.clock)
 
 
 def _pass_on(placed: PlacedBatch, inbox: Inbox, outbox: ReadyQueue) -> bool:

@@ -132,6 +132,12 @@ class BoundedQueue(Generic[T]):
             self.senders.wait_measured(lambda: self._refusing or self.has_room, in_bursts=self.in_bursts)
         return ticket
 
+    def wait_room(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until there may be room, or nothing more is wanted. False: the time ran out."""
+        if not (self._refusing or self.has_room):
+            self.senders.wait_measured(lambda: self._refusing or self.has_room, timeout_seconds, in_bursts=self.in_bursts)
+        return self._refusing or self.has_room
+
     def reserve_nowait(self) -> Ticket[T] | None:
         """Take a place. None: there is no room, or nothing more is wanted."""
         ticket = Ticket(self)  # outside the lock: an allocation may run finalisers

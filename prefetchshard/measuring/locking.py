@@ -2,8 +2,8 @@
 
 Nothing in Python tells who waits for the lock. But a thread that sleeps for a known time sees when it goes on: right away where the lock is
 free, and after `sys.getswitchinterval()` (5 ms) or more where another thread computes in Python and does not let go of it by itself. The
-transfer thread looks, whenever it waits for readers or for the consumer. One that is woken by another thread sees less: who wakes it mostly
-waits itself a moment later. The idea is that of `gilknocker` (https://github.com/milesgranger/gilknocker), whose thread is a native one.
+transfer thread looks, whenever it waits for readers or for the consumer. That it is woken in time tells less: who wakes it mostly waits itself
+a moment later, so only a late awakening counts. The idea is that of `gilknocker` (https://github.com/milesgranger/gilknocker), whose thread is a native one.
 """
 
 from __future__ import annotations
@@ -55,11 +55,16 @@ class LockProbes:
         self._waited_seconds = 0.0
 
     def look(self, late_seconds: float) -> None:
-        """A thread went on so much later than it could have."""
+        """A thread that slept went on so much later than it could have."""
         self._looks += 1
         if late_seconds > LATE_SHARE * sys.getswitchinterval():
             self._waits += 1
             self._waited_seconds += late_seconds
+
+    def woken(self, late_seconds: float) -> None:
+        """A thread that was woken went on so much later; only a late one tells anything."""
+        if late_seconds > LATE_SHARE * sys.getswitchinterval():
+            self.look(late_seconds)
 
     def wait(self, wait_ready: Callable[[float], bool], is_over: Callable[[], bool], clock: Clock) -> bool:
         """Wait until something is ready, and look at each time that it takes longer. Returns False where nothing will come."""

@@ -85,7 +85,10 @@ def _wait_for_input(inbox: Inbox, recorder: Recorder) -> HostBatch | EmptyType |
     """Wait for the next host batch, and see meanwhile whether the interpreter's lock is free. None: none will come."""
     if not recorder.locking.wait(inbox.wait_ready, inbox.is_over, recorder.clock):
         return None
-    return inbox.take_nowait()
+    host = inbox.take_nowait()
+    if host is not EMPTY:
+        recorder.locking.woken(recorder.clock() - host.times.read_at)
+    return host
 
 
 def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:

@@ -88,7 +88,7 @@ class Delivered:
         self.batches = 0
         self._is_steady = False
         self._last_taken = 0.0
-        self._last_ready = 0.0
+        self._last_ready = -np.inf
 
     def add(self, batches: Sequence[BatchTimes], warm_up: int) -> None:
         """Add batches; `warm_up`: how many may have been read ahead before the loop began."""

@@ -236,6 +236,14 @@ class Recorder:
 
     # -- statistics
 
+    def __str__(self) -> str:
+        """What each stage took at most for a batch, for a log: asked only where that is written."""
+        self.sum_up()
+        done = self._delivered
+        stages = zip(STAGES, (done.reading, done.transform, done.copying, done.transferring), strict=True)
+        found = sorted(((most.largest, most.largest_step, stage) for stage, most in stages if most.largest), reverse=True)
+        return ", ".join(f"{stage} {took:.3f} s (step {step})" for took, step, stage in found)
+
     def stats(self, *, workers: int, host: QueueStats, ready: QueueStats, staging: StagingStats) -> Stats:
         """What was measured so far."""
         self.sum_up()

@@ -20,7 +20,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 import prefetchshard as ps
 
@@ -145,7 +144,9 @@ SITUATIONS = {
             asleep(0.004),
         ),
     ),
-    "slow step": Situation("consumer", lambda has: (ps.Loader(np.zeros((800, 16), np.float32), batch_size=16), asleep(0.04)), removes=False),
+    "slow step": Situation(
+        "consumer", lambda has: (ps.Loader(np.zeros((800, 16), np.float32), batch_size=16), asleep(0.04)), removes=False
+    ),
     "step that is not waited for": Situation(
         "consumer", lambda has: (ps.Loader(np.zeros((3200, 64), np.float32), batch_size=32), _unawaited()), removes=False
     ),
@@ -236,7 +237,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--only", nargs="*", choices=list(SITUATIONS), default=list(SITUATIONS))
     options = parser.parse_args()
-    return int(not all([examine(name, options.runs) for name in options.only]))
+    found = [examine(name, options.runs) for name in options.only]
+    return int(not all(found))
 
 
 if __name__ == "__main__":

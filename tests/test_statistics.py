@@ -27,7 +27,9 @@ NO_QUEUE = QueueStats(2, 0, 0, 0, 0, 0, 0.0, 0.0)
 NO_STAGING = StagingStats(*([0] * len(StagingStats.__struct_fields__)))
 
 
-def batch(step: int, asked: float, taken: float, *, read: float, ready: float, dispatch: float | None = None, **seconds: float) -> BatchTimes:
+def batch(
+    step: int, asked: float, taken: float, *, read: float, ready: float, dispatch: float | None = None, **seconds: float
+) -> BatchTimes:
     """A batch that was complete on the host at `read`, dispatched then unless said otherwise, ready at `ready`."""
     times = BatchTimes(0, 8 * step)
     times.step = step
@@ -77,7 +79,9 @@ def test_what_was_added_since() -> None:
     since = durations.now() - early
     assert (since.count, since.total) == (3, 8.0)
     assert (since.p50, since.p99) == (pytest.approx(2.0, rel=0.02), pytest.approx(4.0, rel=0.02))
-    assert (since.largest, since.largest_step) == (pytest.approx(4.0, rel=0.03), -1), "it was not the longest of all, so only its bucket is known"
+    assert (since.largest, since.largest_step) == (pytest.approx(4.0, rel=0.03), -1), (
+        "it was not the longest of all, so only its bucket is known"
+    )
     durations.add(np.array([16.0]), [5])
     assert ((durations.now() - early).largest, (durations.now() - early).largest_step) == (16.0, 5)
     assert (early - early).to_dict() == Distribution().to_dict()
@@ -132,7 +136,8 @@ def test_start_up_and_the_first_step_are_apart() -> None:
 @pytest.mark.parametrize("sizes", [[7], [1] * 7, [2, 2, 3], [1, 6], [3, 4]])
 def test_it_does_not_matter_how_many_are_summed_up_at_once(sizes: list[int]) -> None:
     batches = [
-        batch(i, 3.0 * i, 3.0 * i + (i % 3), read=3.0 * i + 0.25, dispatch=3.0 * i + 0.5, ready=3.0 * i + 0.75 * (i % 2 + 1)) for i in range(7)
+        batch(i, 3.0 * i, 3.0 * i + (i % 3), read=3.0 * i + 0.25, dispatch=3.0 * i + 0.5, ready=3.0 * i + 0.75 * (i % 2 + 1))
+        for i in range(7)
     ]
     whole, cut = Delivered(), Delivered()
     whole.add(batches, 3)

@@ -233,7 +233,9 @@ class RunFactory:
         settings, source = self._settings, self._source
         leaves = self.specs.known() or ()
         total = sum(leaf.bytes_per_device for leaf in leaves)
-        wide = sum(leaf.bytes_per_device for leaf in leaves if getattr(leaf.dtype, "kind", "V") in "iuf" and leaf.dtype.itemsize >= WIDE_BYTES)
+        wide = sum(
+            leaf.bytes_per_device for leaf in leaves if getattr(leaf.dtype, "kind", "V") in "iuf" and leaf.dtype.itemsize >= WIDE_BYTES
+        )
         return Setup(
             source=source.kind,
             is_numbered=source.is_numbered is True,

@@ -72,9 +72,7 @@ class Distribution(msgspec.Struct, frozen=True):
         left = {bucket: more for bucket, count in self.buckets.items() if (more := count - earlier.buckets.get(bucket, 0)) > 0}
         is_new = self.largest > earlier.largest
         largest = self.largest if is_new else min(self.largest, upper_of(max(left))) if left else 0.0
-        return Distribution(
-            self.count - earlier.count, self.total - earlier.total, largest, self.largest_step if is_new else -1, left
-        )
+        return Distribution(self.count - earlier.count, self.total - earlier.total, largest, self.largest_step if is_new else -1, left)
 
     def to_dict(self) -> dict[str, Any]:
         """Its numbers, without the buckets."""

@@ -47,7 +47,19 @@ class Meter:
     Thread safety: written by its thread alone.
     """
 
-    __slots__ = ("_cpu_at", "_cpu_clock", "_cpu_from", "busy", "cpu_seconds", "ident", "role", "span", "thread", "version", "waited_seconds")
+    __slots__ = (
+        "_cpu_at",
+        "_cpu_clock",
+        "_cpu_from",
+        "busy",
+        "cpu_seconds",
+        "ident",
+        "role",
+        "span",
+        "thread",
+        "version",
+        "waited_seconds",
+    )
 
     def __init__(self, role: Role, cpu_clock: Clock) -> None:
         thread = threading.current_thread()

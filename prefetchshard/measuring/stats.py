@@ -240,7 +240,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     def _table(self) -> list[str]:
         lines = [f"{'ms a batch':<14}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'largest':>10}  at step"]
-        for name, found in (("next()", self.next), ("step", self.step), *((name, getattr(self.stages, name)) for name in self.stages.__struct_fields__)):
+        for name, found in (
+            ("next()", self.next),
+            ("step", self.step),
+            *((name, getattr(self.stages, name)) for name in self.stages.__struct_fields__),
+        ):
             times = (found.mean, found.p50, found.p90, found.p99, found.largest)
             at = found.largest_step if found.largest_step >= 0 else ""
             lines.append(f"{name:<14}{''.join(f'{1000 * seconds:>10.3f}' for seconds in times)}  {at}".rstrip())

@@ -65,7 +65,11 @@ class Verdict(msgspec.Struct, frozen=True):
         if self.bound == "consumer":
             return f"Bound by the consumer: the step waits for input {lost} of its time, so that no loader makes this loop faster."
         what = "start-up" if self.bound == "start-up" else "the interpreter's lock" if self.bound == "lock" else self.bound
-        gain = f"at most {100 * self.possible_gain:.0f} % faster" if self.possible_gain < 2 else f"at most {1 + self.possible_gain:.1f} times as fast"
+        gain = (
+            f"at most {100 * self.possible_gain:.0f} % faster"
+            if self.possible_gain < 2
+            else f"at most {1 + self.possible_gain:.1f} times as fast"
+        )
         advice = f": {self.advice}" if self.advice else ""
         return f"Bound by {what}: waiting takes {lost} of the time, and without it the loop would be {gain}{advice}."
 

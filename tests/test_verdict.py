@@ -1,0 +1,180 @@
+"""What the verdict names, from numbers that are known; `bench/verdicts.py` runs real loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefetchshard.measuring.delivered import Steps
+from prefetchshard.measuring.distribution import Distribution, bucket_of
+from prefetchshard.measuring.locking import Locking
+from prefetchshard.measuring.setup import Setup
+from prefetchshard.measuring.verdict import NEXT_SECONDS, Measured, Verdict, judge
+
+COUNT = 100
+NONE = (0, 0.0, 0.0)
+DATASET = Setup(source="dataset", is_numbered=True, workers=4, cpus=8, platform="gpu")
+ITERABLE = Setup(source="iterator", workers=4, cpus=8, platform="gpu")
+WITH_TRANSFORM = Setup(source="iterator", workers=4, cpus=8, has_functions=True)
+
+
+def spread(each: float) -> Distribution:
+    """So long for every batch."""
+    return Distribution(COUNT, COUNT * each, each, 0, {})
+
+
+def measured(*, step: float = 0.010, stalled: dict[str, float] | None = None, start_up: float = 0.0, **known: Any) -> Measured:
+    """A loop of steps that take so long, with these waits in each; seconds."""
+    waits = {name: COUNT * seconds for name, seconds in (stalled or {}).items()}
+    steady = Steps(COUNT, COUNT * step, sum(waits.values()), **waits)
+    nothing = {name: spread(0.0) for name in ("reading", "transform", "copying", "transferring")}
+    given: dict[str, Any] = {
+        "batches": COUNT + 1, "wall": steady.wall + start_up, "start_up": start_up, "warm_up": Steps(), "steady": steady,
+        "step": spread(step), **nothing, "dispatching": 0.0, "source": NONE, "readers": NONE, "locking": Locking(),
+    }  # fmt: skip
+    return Measured(**given | known)
+
+
+def gain(now: float, then: float) -> Any:
+    return pytest.approx(now / (then + NEXT_SECONDS) - 1, rel=1e-3)
+
+
+def test_a_loop_that_hardly_waits_is_bound_by_its_step() -> None:
+    verdict = judge(measured(stalled={"reading": 0.0005}), DATASET)
+    assert verdict == Verdict("consumer", pytest.approx(0.5 / 10.5), pytest.approx(0.05), "")
+    assert str(verdict) == "Bound by the consumer: the step waits for input 4.8 % of its time, so that no loader makes this loop faster."
+    assert repr(verdict) == str(verdict)
+
+
+def test_a_loop_of_which_nothing_is_known_yet() -> None:
+    nothing = measured()._replace(batches=1, wall=0.0, steady=Steps())
+    assert judge(nothing, DATASET) == Verdict("consumer", 0.0, 0.0, "")
+
+
+@pytest.mark.parametrize(
+    ("bound", "work", "rest"),
+    [
+        ("reading", {"reading": 0.060, "transform": 0.015, "copying": 0.005}, 0.010),
+        ("transform", {"reading": 0.015, "transform": 0.060, "copying": 0.005}, 0.010),
+        ("copying", {"reading": 0.0, "transform": 0.0, "copying": 0.080}, 0.010),
+        ("reading", {"reading": 0.040, "transform": 0.036, "copying": 0.004}, 0.020 * 0.5),
+        ("reading", {"reading": 0.044, "transform": 0.032, "copying": 0.004}, 0.010),
+        ("reading", {"reading": 0.042, "transform": 0.030, "copying": 0.008}, 0.010),
+        ("transform", {"reading": 0.032, "transform": 0.044, "copying": 0.004}, 0.010),
+        ("transform", {"reading": 0.026, "transform": 0.028, "copying": 0.026}, 0.020 * 52 / 80),
+    ],
+)
+def test_workers_of_a_dataset(bound: str, work: dict[str, float], rest: float) -> None:
+    """Without a stage the others take what is left of the workers' time, but the step never takes less than it does."""
+    total = sum(work.values())
+    stalled = {name: 0.010 * seconds / total for name, seconds in work.items()}
+    verdict = judge(measured(stalled=stalled, **{name: spread(seconds) for name, seconds in work.items()}), DATASET)
+    assert (verdict.bound, verdict.lost_share) == (bound, pytest.approx(0.5))
+    assert verdict.possible_gain == gain(0.020, rest)
+
+
+def test_the_transfer_is_what_is_left_then() -> None:
+    found = measured(stalled={"reading": 0.010}, reading=spread(0.08), transferring=spread(0.016))
+    assert judge(found, DATASET).possible_gain == gain(0.020, 0.016)
+
+
+def test_bound_by_the_transfer() -> None:
+    work = {"copying": spread(0.06), "transferring": spread(0.02)}
+    found = measured(stalled={"transferring": 0.009, "handing_over": 0.001}, readers=(4, 6.0, 6.0), **work)
+    verdict = judge(found, DATASET)
+    assert (verdict.bound, verdict.possible_gain) == ("transferring", gain(0.020, 0.015))
+    assert "depth=4" in verdict.advice
+    assert "smaller dtype" in judge(found, Setup(is_numbered=True, wide_share=0.9)).advice
+    assert "fewer bytes" in judge(found, Setup(is_numbered=True, depth=4)).advice
+    verdict = judge(found._replace(dispatching=1.9, step=Distribution(COUNT, 1.0, 0.02, 0, {COUNT: 6, 10 * COUNT: 94})), DATASET)
+    assert "fewer leaves" in verdict.advice
+
+
+def test_one_thread_pulls_and_others_transform() -> None:
+    """Which of them is always at work tells, not what a batch takes: transforms run beside each other."""
+    work = {"reading": spread(0.020), "transform": spread(0.060), "copying": spread(0.004)}
+    waits = {"reading": 0.002, "transform": 0.008}
+    pulls = measured(stalled=waits, source=(1, 2.0, 1.0), readers=(4, 6.4, 1.0), **work)
+    verdict = judge(pulls, WITH_TRANSFORM)
+    assert (verdict.bound, verdict.possible_gain) == ("reading", gain(0.020, max(0.010, 6.4 / 4 / 101)))
+    transforms = measured(stalled=waits, source=(1, 1.2, 1.0), readers=(4, 8.0, 1.0), **work)
+    verdict = judge(transforms, WITH_TRANSFORM)
+    assert (verdict.bound, verdict.possible_gain) == ("transform", gain(0.020, 1.2 / 101))
+    copies = transforms._replace(transform=spread(0.001), copying=spread(0.060))
+    assert judge(copies, WITH_TRANSFORM).bound == "copying"
+
+
+def test_a_late_start_of_a_loop_that_keeps_up() -> None:
+    found = measured(start_up=2.0, reading=spread(0.002))
+    usual = Distribution(COUNT, 0.2, 0.002, 0, {})
+    verdict = judge(found._replace(reading=usual), ITERABLE)
+    assert (verdict.bound, verdict.lost_share) == ("start-up", pytest.approx(2 / 3))
+    assert verdict.possible_gain == pytest.approx(3.0 / 1.002 - 1)
+    assert "iter(loader)" in verdict.advice
+    assert "at most 199 % faster" in str(verdict)
+    assert judge(measured(start_up=0.09, step=0.002), ITERABLE).bound == "consumer", "nobody minds a tenth of a second"
+    assert judge(measured(start_up=0.15), ITERABLE).bound == "consumer", "nor a small part of all"
+    assert judge(measured(start_up=1.5, stalled={"reading": 0.010}), ITERABLE).bound == "reading", "each batch comes late"
+
+
+def test_the_interpreters_lock() -> None:
+    """One CPU in use, and who sleeps wakes late: the threads hold the lock by turns, and the step waits for it too."""
+    steps = Distribution(COUNT, 0.8, 0.012, 0, {bucket(0.004): 10, bucket(0.009): 90})
+    waits = {"transferring": 0.002}
+    found = measured(step=0.008, stalled=waits, readers=(4, 2.0, 0.9), locking=Locking(20, 12, 0.08))._replace(step=steps)
+    verdict = judge(found, DATASET)
+    assert verdict.bound == "lock"
+    assert verdict.possible_gain == pytest.approx(0.010 / 0.004 - 1, rel=0.03)
+    assert verdict.lost_share == pytest.approx(0.6, rel=0.02)
+    assert verdict.advice.startswith("workers=ps.Processes(8)")
+    assert str(verdict).startswith("Bound by the interpreter's lock: ")
+    assert "in one thread" in judge(found, ITERABLE).advice
+    for other in (
+        found._replace(locking=Locking(20, 4, 0.08)),  # they let go of it
+        found._replace(locking=Locking(1, 1, 0.08)),  # seen once
+        found._replace(readers=(4, 2.0, 1.9)),  # they compute beside each other
+        found._replace(readers=(4, 2.0, 0.1)),  # they wait for something else
+    ):
+        assert judge(other, DATASET).bound == "transferring"
+    assert judge(found, Setup(is_numbered=True, cpus=1)).bound == "transferring", "nothing to be had beside each other"
+    assert judge(found, Setup(is_numbered=True, cpus=8, processes=4)).bound == "transferring", "they have locks of their own"
+
+
+def bucket(seconds: float) -> int:
+    return int(bucket_of(np.array([seconds]))[0])
+
+
+def test_a_wait_while_warming_up_counts_where_no_other_came() -> None:
+    """One stall early in a short loop would else be nobody's."""
+    found = measured()._replace(warm_up=Steps(4, 0.04, 0.4, reading=0.4), reading=spread(0.003))
+    verdict = judge(found, ITERABLE)
+    assert (verdict.bound, verdict.lost_share) == ("reading", pytest.approx(0.4 / 1.44))
+    steady = measured(stalled={"transform": 0.010}, transform=spread(0.02))._replace(warm_up=Steps(4, 0.04, 0.4, reading=0.4))
+    assert (judge(steady, DATASET).bound, judge(steady, DATASET).lost_share) == ("transform", 0.5), (
+        "the steady steps tell, where they wait too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("setup", "bound", "readers", "advice"),
+    [
+        (DATASET, "reading", (4, 8.0, 0.4), "workers=10"),  # they wait: 0.08 s a batch, 0.01 a step, and some more
+        (DATASET, "reading", (4, 8.0, 7.8), "workers=8"),  # they compute
+        (Setup(is_numbered=True, workers=8, cpus=8), "reading", (8, 8.0, 7.8), "all 8 CPUs read already"),
+        (Setup(is_numbered=True, workers=8, cpus=8), "transform", (8, 8.0, 7.8), "device_transform="),
+        (Setup(is_numbered=True, workers=2, processes=2, cpus=8), "transform", (2, 8.0, 0.1), "workers=ps.Processes(8)"),
+        (Setup(is_numbered=True, is_memory=True, workers=8, cpus=8), "copying", (8, 8.0, 7.8), "smaller dtype"),
+        (ITERABLE, "reading", NONE, "one thread pulls the source"),
+        (ITERABLE, "copying", NONE, "reuses_buffers=False"),
+        (Setup(reuses_buffers=False, cpus=1), "copying", NONE, "smaller dtype"),
+    ],
+)
+def test_advice_is_in_words_of_the_interface(setup: Setup, bound: str, readers: Any, advice: str) -> None:
+    found = measured(stalled={bound: 0.010}, readers=readers, source=(0 if setup.is_numbered else 1, 1.0, 1.0), **{bound: spread(0.08)})
+    verdict = judge(found, setup)
+    assert verdict.bound == bound
+    assert advice in verdict.advice
+    assert str(verdict).count(". ") == 0, "one sentence"
+    assert verdict.advice in str(verdict)

@@ -211,7 +211,17 @@ def test_statistics_are_shown_as_text_and_are_a_dict(S: NamedSharding) -> None:
         assert {type(value) for value in told.values()} <= {int, float, str, dict}
         assert dict(stats) == {**stats} == told
         assert list(stats) == list(told)
-        derived = {"stall_share", "bound", "verdict", "rows_per_second", "bytes_per_second", "mean_ready", "mean_read", "imbalance"}
+        derived = {
+            "stall_share",
+            "bound",
+            "verdict",
+            "rows_per_second",
+            "bytes_per_second",
+            "transfer_bytes_per_second",
+            "mean_ready",
+            "mean_read",
+            "imbalance",
+        }
         assert set(msgspec.structs.asdict(stats)) | derived == set(told)
         assert told["verdict"]["bound"] == told["bound"] == stats.verdict.bound
         assert (told["batches"], told["rows"], told["dropped_rows"], stats["bound"]) == (4, 32, 8, stats.bound)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from prefetchshard.measuring.locking import LATE_SHARE, MOST_PROBE_SECONDS, PROB
 from prefetchshard.measuring.recorder import RECENT, Recorder, Span
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.measuring.timeline import BatchTimes, PartTimes
+from prefetchshard.placing.placer import LOOK_EVERY, DeviceLooks, PendingTransfer
 from prefetchshard.queues.bounded_queue import QueueStats
 from prefetchshard.staging.layout import StagingStats
 from prefetchshard.testing import ManualClock
@@ -320,3 +322,49 @@ def test_the_text_has_the_verdict_first_and_then_a_table() -> None:
         assert words in text
     assert max(map(len, lines[1:])) <= 120
     assert "no batch was handed out yet" in str(stats_of(Recorder(ManualClock())))
+
+
+class Piece:
+    """What one device gets of a batch, after so many seconds."""
+
+    def __init__(self, clock: ManualClock, device: Any, ready_at: float) -> None:
+        self.clock, self.device, self.ready_at = clock, device, ready_at
+        self.data = self
+        self.nbytes = 1000
+
+    def is_ready(self) -> bool:
+        return self.clock() >= self.ready_at
+
+    def block_until_ready(self) -> None:
+        self.clock.advance(max(0.0, self.ready_at - self.clock()))
+
+
+class Device(NamedTuple):
+    id: int
+
+    def __str__(self) -> str:
+        return f"gpu:{self.id}"
+
+
+def test_devices_are_looked_at_one_by_one() -> None:
+    """The slow one is seen as slow, and the fast one as fast, although the slow one is done last."""
+    clock = ManualClock()
+    recorder = Recorder(clock)
+    looks = DeviceLooks(recorder)
+    devices = [Device(0), Device(1)]
+
+    def transfer(slow: float, fast: float) -> None:
+        host: Any = SimpleNamespace(times=BatchTimes(0))
+        host.times.dispatch_at = began = clock()
+        pieces = [Piece(clock, devices[0], began + slow), Piece(clock, devices[1], began + fast)]
+        array: Any = SimpleNamespace(sharding=SimpleNamespace(addressable_devices=set(devices)), addressable_shards=pieces)
+        looks.look(PendingTransfer(host, [array], None, is_late=False))
+        clock.advance(100.0)
+
+    for _ in range(4 * LOOK_EVERY):
+        transfer(8.0, 2.0)
+    assert {name: nbytes / seconds for name, (nbytes, seconds) in recorder.device_seconds.items()} == {"gpu:0": 125.0, "gpu:1": 500.0}
+    before = dict(recorder.device_seconds)
+    for _ in range(2 * LOOK_EVERY):
+        transfer(0.0, 0.0)
+    assert recorder.device_seconds == before, "when it was done is not known"

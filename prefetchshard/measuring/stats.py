@@ -188,6 +188,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         return self.bytes / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
+    def transfer_bytes_per_second(self) -> float:
+        """Bytes a second while a transfer was on its way, to all devices together."""
+        return self.bytes / self.transfer_seconds if self.transfer_seconds else 0.0
+
+    @property
     def mean_ready(self) -> float:
         """Batches that were ready for the consumer, averaged over the time from the first `next()` to the last one."""
         return self.ready_batch_seconds / self.wall_seconds if self.wall_seconds else 0.0
@@ -266,9 +271,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
             yield f"source thread: {_shown(self.source_thread)}"
         if self.readers.threads:
             yield f"{self.readers.threads} reader threads: {_shown(self.readers)}"
-        yield f"on average {self.mean_read:.1f} batches read, {self.mean_ready:.1f} ready of {self.ready.capacity}"
+        yield f"on average {self.mean_read:.1f} batches wait for their transfer, and {self.mean_ready:.1f} for the consumer (depth {self.ready.capacity})"
         if self.locking.waits:
             yield f"the interpreter's lock was held at {100 * self.locking.share:.0f} % of {self.locking.looks} looks"
+        yield f"transfers: {self.transfer_bytes_per_second / 1e9:.2f} GB/s while one is on its way"
         if self.devices:
             rates = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in self.devices.items())
             yield f"GB/s to each device: {rates} (imbalance {100 * self.imbalance:.0f} %)"
@@ -278,7 +284,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         return f"; {self.dropped_rows} rows of a remainder were dropped" if self.dropped_rows else ""
 
 
-_DERIVED = ("stall_share", "bound", "rows_per_second", "bytes_per_second", "mean_ready", "mean_read", "imbalance")
+_DERIVED = (
+    "stall_share", "bound", "rows_per_second", "bytes_per_second", "transfer_bytes_per_second", "mean_ready", "mean_read", "imbalance",
+)  # fmt: skip
 
 _ADDED_UP = (
     "batches", "rows", "bytes", "dropped_rows", "padded_rows", "replayed", "wall_seconds", "stall_seconds", "busy_seconds",

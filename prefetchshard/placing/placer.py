@@ -30,6 +30,13 @@ _jnp: Any = jnp
 _lax: Any = jax.lax
 
 
+LOOK_BYTES = 1 << 20
+"""Of a batch. Smaller ones say nothing about a device's bandwidth."""
+
+LOOK_EVERY = 8
+"""Of so many transfers one is looked at device by device: finding the pieces of each device costs some 10 us a leaf."""
+
+
 class PendingTransfer:
     """A transfer on its way.
 
@@ -70,6 +77,36 @@ class Deferred:
         return put([value], [self._sharding], paths=[self._path])[0]
 
 
+class DeviceLooks:
+    """Sees how long single devices wait for their part of a batch, where it goes to several. Thread safety: one thread."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._transfers = 0
+
+    def look(self, flight: PendingTransfer) -> None:
+        """Wait for the part of one device, now and then, for another one each time.
+
+        Only the device that is waited for first is seen: another one may have been done before it.
+        """
+        self._transfers += 1
+        turn, rest = divmod(self._transfers, LOOK_EVERY)
+        if rest:
+            return
+        arrays = [array for array in flight.arrays if type(array) is not Deferred]
+        devices = sorted({device for array in arrays for device in array.sharding.addressable_devices}, key=lambda device: device.id)
+        if len(devices) < 2:
+            return
+        device = devices[turn % len(devices)]
+        pieces = [shard.data for array in arrays for shard in array.addressable_shards if shard.device == device]
+        times, was_waiting = flight.host.times, not all(piece.is_ready() for piece in pieces)
+        for piece in pieces:
+            piece.block_until_ready()
+        if was_waiting:  # else it is not known when it was done
+            seconds = self._recorder.clock() - times.dispatch_at
+            self._recorder.add_device(str(device), sum(piece.nbytes for piece in pieces), seconds)
+
+
 class RowGather(Protocol):
     """Makes the arrays of a batch from the numbers of its rows, which were transferred in their place (`OnDevice`).
 
@@ -108,6 +145,7 @@ class Placer:
         self._gather = gather
         self._context = context
         self._recorder = recorder
+        self._devices = DeviceLooks(recorder)
         self._variables = contextvars.copy_context()
 
     def dispatch(self, host: HostBatch) -> PendingTransfer:
@@ -140,6 +178,8 @@ class Placer:
         times = flight.host.times
         if times.ready_at:
             return
+        if times.bytes >= LOOK_BYTES:
+            self._devices.look(flight)
         for array in flight.arrays:
             if type(array) is not Deferred:
                 array.block_until_ready()

@@ -58,7 +58,7 @@ class Worker:
         self._source = source
 
     def work(self, deal: Callable[[], Part | None]) -> None:
-        """Do what is dealt out until there is no more."""
+        """Do what is dealt out until there is no more. Where threads come and go, `Crew.work` does this."""
         while (part := deal()) is not None:
             self.do(part)
             del part  # while the next one is waited for it would hold what it copied

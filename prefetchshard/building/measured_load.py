@@ -12,6 +12,9 @@ from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.controller import Load
 from prefetchshard.reading.work_meter import WorkMeter
 
+SCHEDULING = "/proc/thread-self/schedstat"
+"""Of this thread, where there is such a file: nanoseconds on a CPU, and nanoseconds in which it could run and had none."""
+
 SMOOTHING = 0.2
 """The weight of the last look at the interpreter's lock."""
 
@@ -31,10 +34,11 @@ def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[
 
     def measure() -> Load:
         nonlocal contended
-        before = clock()
+        before, queued = clock(), _queued_seconds()
         time.sleep(0)  # lets go of the interpreter's lock, and comes back when it is free
         now = clock()
-        contended += SMOOTHING * (min(1.0, (now - before) / sys.getswitchinterval()) - contended)
+        waited = max(0.0, now - before - (_queued_seconds() - queued))
+        contended += SMOOTHING * (min(1.0, waited / sys.getswitchinterval()) - contended)
         busy, cpu, parts = meter.sums()
         stall = recorder.stall_seconds
         if not recorder.batches:
@@ -43,11 +47,11 @@ def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[
             step = (recorder.last_next_at - (recorder.first_next_at or 0.0) - stall) / recorder.batches
             stall += max(0.0, now - recorder.last_next_at - step)
         # Where the transfer did not wait for the readers either, it is not they who are slow
-        waited = host.receivers.waited_seconds + (now - recorder.last_next_at if len(host.receivers) else 0.0)
+        starved = host.receivers.waited_seconds + (now - recorder.last_next_at if len(host.receivers) else 0.0)
         return Load(
             at=now,
             batches=recorder.batches,
-            stall_seconds=stall if not recorder.batches else min(stall, waited),
+            stall_seconds=stall if not recorder.batches else min(stall, starved),
             busy_seconds=busy,
             cpu_seconds=cpu,
             contended=contended,
@@ -55,3 +59,12 @@ def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[
         )
 
     return measure
+
+
+def _queued_seconds() -> float:
+    """For how long this thread has waited for a CPU, which is no wait for a lock."""
+    try:
+        with open(SCHEDULING, "rb") as file:
+            return int(file.read().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0

@@ -35,8 +35,8 @@ START_SECONDS = 0.004
 WAITING = 0.6
 """Threads that are on a CPU for a smaller part of the time wait for something else, which more threads can do side by side."""
 
-ONLY_WAITING = 0.2
-"""So much less that nothing but waiting explains it."""
+ONLY_WAITING = 0.3
+"""CPUs that all threads together keep busy, at most, where nothing but waiting explains that the first batch is not there."""
 
 BUSY = 0.6
 """Of the threads. Where fewer of them have something to do, more do not help."""
@@ -50,11 +50,18 @@ SATURATED = 0.85
 GAIN = 0.15
 """By so much faster twice the threads have to be."""
 
+DOUBT_SECONDS = 0.5
+DOUBT_BATCHES = 16
+"""Where it is not clear whether a change pays, so much is looked at. If it is no clearer then, more threads stay, and fewer are tried later."""
+
 LOSS = 0.08
 """By so much slower fewer threads may be, all in all."""
 
 ABOUT_ONE = 0.3
 """So far from one CPU that threads keep busy who share a lock."""
+
+LONG_SECONDS = 1.0
+"""Longer ago it may have been otherwise."""
 
 STRIDE = 4
 """Threads that wait may become so many times as many at once."""
@@ -173,12 +180,36 @@ class Trial(msgspec.Struct, frozen=True):
     Attributes:
         before: the threads before.
         rate: batches a second that are to be beaten, or kept; of several trials with fewer and fewer threads the best.
+        batches: of which that is known.
+        work: seconds of threads that a batch took before.
         calm: nobody waited before.
+        lock: the threads fought over the interpreter's lock before.
     """
 
     before: int
     rate: float
+    batches: int
+    work: float
     calm: bool
+    lock: bool
+
+    def change(self, seen: Window) -> float:
+        """By which part it is faster now."""
+        return seen.rate / self.rate - 1 if self.rate else math.inf
+
+    def doubt(self, seen: Window) -> float:
+        """How far that may be from the truth: batches are counted in whole ones."""
+        return 1 / max(1, self.batches) + 1 / max(1, seen.batches)
+
+    def needs(self, workers: int) -> float:
+        """How much faster so many threads have to be."""
+        return GAIN * math.log2(workers / self.before) if workers > self.before else -LOSS
+
+    def is_clear(self, seen: Window, workers: int) -> bool:
+        """Whether it can be judged."""
+        if self.calm or seen.stall < LEAST_STALL or (seen.seconds >= DOUBT_SECONDS and seen.batches >= DOUBT_BATCHES):
+            return True
+        return abs(self.change(seen) - self.needs(workers)) > self.doubt(seen)
 
 
 class Barrier:
@@ -192,20 +223,22 @@ class Barrier:
         self.workers: int | None = None
         self._until = 0.0
         self._patience = FIRST_PATIENCE_SECONDS
+        self._seen_by = 0
         self._work = 0.0
 
-    def raise_at(self, workers: int, at: float, work: float) -> None:
-        """So many did not pay, while a batch took so much work."""
+    def raise_at(self, workers: int, at: float, *, seen_by: int, work: float) -> None:
+        """So many did not pay, while a batch took so much work for the threads that there are instead."""
         self.workers = workers
         self._until = at + self._patience
         self._patience = min(MOST_PATIENCE_SECONDS, 2 * self._patience)
+        self._seen_by = seen_by
         self._work = work
 
-    def look(self, at: float, work: float) -> None:
+    def look(self, at: float, workers: int, work: float) -> None:
         """Forget it where its time is over, or where a batch takes other work now."""
         if self.workers is None:
             return
-        change = work / self._work if self._work and work else 1.0
+        change = work / self._work if self._work and work and workers == self._seen_by else 1.0
         if not 1 / CHANGED < change < CHANGED:
             self.workers = None
             self._patience = FIRST_PATIENCE_SECONDS
@@ -225,12 +258,16 @@ class Controller:
 
     def __init__(self, start: Load) -> None:
         self._from = start
-        self._quiet_until = start.at
+        self._since = start  # the last change
+        self._quiet_until: float | None = start.at
+        self._quiet_seconds = 0.0
         self._expected = 0
+        self._all_seen = Window(start, start)
         self._trial: Trial | None = None
         self._ceiling = Barrier()
         self._floor = Barrier()
         self._best_rate = 0.0  # of the trials with fewer threads that went before
+        self._doubted: int | None = None  # whether more than so many pay was not clear
         self.is_lock_bound = False
 
     def decide(self, load: Load, workers: int, bounds: Bounds) -> Decision | None:
@@ -243,19 +280,22 @@ class Controller:
         """
         if self._trial is not None and workers != self._expected:  # somebody else changed it
             self._trial = None
+        if self._quiet_until is None:  # the first look after a change: the threads have come
+            self._quiet_until = load.at + self._quiet_seconds
         if load.at < self._quiet_until:
-            self._from = load
+            self._from = self._since = load
             return None
         seen = Window(self._from, load)
         if not self._has_seen_enough(seen, workers):
             return None
         self._best_rate = 0.0
+        self._all_seen = Window(self._since, load)
         decision = self._judge(seen, load.at, workers) or self._try(seen, load.at, workers, bounds)
         self._from = load
         if decision is not None:
             self._expected = decision.workers
             # What was begun before the change is done after it
-            self._quiet_until = load.at + min(seen.part_seconds, 1.0)
+            self._quiet_until, self._quiet_seconds = None, min(seen.part_seconds, 1.0)
         return decision
 
     def _has_seen_enough(self, seen: Window, workers: int) -> bool:
@@ -263,7 +303,8 @@ class Controller:
             return False
         if self._trial is not None:
             rounds = min(2 * seen.part_seconds, 2.0)
-            return seen.seconds >= max(TRIAL_SECONDS, rounds) and seen.batches >= TRIAL_BATCHES
+            enough = seen.seconds >= max(TRIAL_SECONDS, rounds) and seen.batches >= TRIAL_BATCHES
+            return enough and self._trial.is_clear(seen, workers)
         if self._from.batches == seen.batches == 0:  # the first batch is still being made
             return seen.seconds >= START_SECONDS and _only_waits(seen, workers)
         if seen.stall < LEAST_STALL:
@@ -279,17 +320,16 @@ class Controller:
         trial, self._trial = self._trial, None
         if trial is None:
             return None
-        grown = workers > trial.before
-        change = seen.rate / trial.rate - 1 if trial.rate else math.inf
+        grown, change = workers > trial.before, trial.change(seen)
         if seen.stall < LEAST_STALL:
             return None
-        if grown and change >= GAIN * math.log2(workers / trial.before):
-            return None
-        if not grown and not trial.calm and change >= -LOSS:
-            self._best_rate = max(trial.rate, seen.rate)
+        needed = trial.needs(workers)
+        is_clear = abs(change - needed) > trial.doubt(seen)
+        if not trial.calm and (change >= needed or (grown and not is_clear)):
+            self._accept(trial, seen, at, workers, is_clear=is_clear)
             return None
         barrier = self._ceiling if grown else self._floor
-        barrier.raise_at(workers, at, seen.work)
+        barrier.raise_at(workers, at, seen_by=trial.before, work=trial.work)
         if not grown:
             self.is_lock_bound = False
         if trial.calm:
@@ -297,11 +337,19 @@ class Controller:
         words = "does not pay" if grown else "is too slow"
         return Decision(trial.before, f"{workers} brought {100 * change:+.0f} % batches a second, which {words}")
 
+    def _accept(self, trial: Trial, seen: Window, at: float, workers: int, *, is_clear: bool) -> None:
+        if workers > trial.before:
+            self._doubted = None if is_clear else trial.before
+            return
+        self._best_rate = max(trial.rate, seen.rate)
+        # With a lock for all of them it is one more that does not pay
+        self._ceiling.raise_at(workers + 1 if trial.lock else trial.before, at, seen_by=workers, work=seen.work)
+
     # -- trying
 
     def _try(self, seen: Window, at: float, workers: int, bounds: Bounds) -> Decision | None:
         for barrier in (self._ceiling, self._floor):
-            barrier.look(at, seen.work)
+            barrier.look(at, workers, seen.work)
         if workers > bounds.most:
             return Decision(bounds.most, "there is no room for more")
         if seen.stall < LEAST_STALL:
@@ -321,7 +369,7 @@ class Controller:
         """Try fewer where the reason why batches come late is that there are too many, or something else than the threads."""
         target, reason = workers, ""
         if seen.is_lock_bound:
-            target = max(1, round(seen.cpus))
+            target = max(1, math.ceil(seen.cpus - ABOUT_ONE))
             reason = f"they wait for the interpreter's lock {_percent(seen.contended)} of the time and keep {seen.cpus:.1f} CPUs busy"
         elif seen.busy < BUSY * workers:
             target = max(1, math.ceil(HEADROOM * seen.busy))
@@ -332,6 +380,9 @@ class Controller:
         elif self._ceiling.workers is not None and seen.on_cpu < WAITING and abs(seen.cpus - 1.0) < ABOUT_ONE:
             target = workers // 2
             reason = f"more did not pay, and all of them together keep {seen.cpus:.1f} CPUs busy, as if they shared a lock"
+        elif self._doubted is not None:
+            target, self._doubted = self._doubted, None
+            reason = "it was not clear whether as many pay"
         target = self._above_floor(workers, max(1, target))
         if target >= workers:
             return None
@@ -355,7 +406,10 @@ class Controller:
         return self._change(seen, workers, target, f"the consumer waits {_percent(seen.stall)} of the time, and {reason}")
 
     def _change(self, seen: Window, workers: int, target: int, reason: str, *, calm: bool = False) -> Decision:
-        self._trial = Trial(workers, max(seen.rate, 0.0 if target > workers else self._best_rate), calm)
+        # The longer it was looked at the better
+        lately = seen if self._since.at < self._from.at - LONG_SECONDS else self._all_seen
+        rate = max(lately.rate, 0.0 if target > workers else self._best_rate)
+        self._trial = Trial(workers, rate, lately.batches, seen.work, calm, seen.is_lock_bound)
         return Decision(target, reason)
 
     def _below_ceiling(self, workers: int, target: int) -> int:
@@ -375,7 +429,7 @@ class Controller:
 
 
 def _only_waits(seen: Window, workers: int) -> bool:
-    return seen.on_cpu < ONLY_WAITING and not seen.is_lock_bound and seen.busy >= BUSY * workers
+    return seen.cpus < ONLY_WAITING and not seen.is_lock_bound and seen.busy >= BUSY * workers
 
 
 def _percent(part: float) -> str:

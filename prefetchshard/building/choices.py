@@ -24,7 +24,7 @@ from prefetchshard.sources import Source
 MOST_AT_WORK = 16
 """More threads that compute or copy bring nothing or lose: they wait for each other to give the interpreter's lock back."""
 
-MOST_WAITING = 64
+MOST_WAITING = 48
 """Threads that wait, for files or networks, at most."""
 
 MOST_WHOLE = 16

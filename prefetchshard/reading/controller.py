@@ -58,7 +58,7 @@ LOSS = 0.08
 """By so much slower fewer threads may be, all in all."""
 
 ABOUT_ONE = 0.3
-"""So far from one CPU that threads keep busy who share a lock."""
+"""Of a CPU. Threads that share a lock keep so much more than one busy, and are meant to be one."""
 
 LONG_SECONDS = 1.0
 """Longer ago it may have been otherwise."""
@@ -69,11 +69,11 @@ STRIDE = 4
 HEADROOM = 1.25
 """Times the threads that are busy on average."""
 
-FIRST_PATIENCE_SECONDS = 1.0
+FIRST_PATIENCE_SECONDS = 4.0
 MOST_PATIENCE_SECONDS = 60.0
 """How long what did not pay is not tried again: twice as long each time."""
 
-CHANGED = 1.6
+CHANGED = 2.0
 """A batch takes so many times the work, or so many times less: what did not pay may pay now."""
 
 
@@ -267,6 +267,8 @@ class Controller:
         self._ceiling = Barrier()
         self._floor = Barrier()
         self._best_rate = 0.0  # of the trials with fewer threads that went before
+        self._free_work = 0.0  # seconds of threads for a batch, where these do not disturb each other
+        self._free_cpu = 0.0  # and of CPUs
         self._doubted: int | None = None  # whether more than so many pay was not clear
         self.is_lock_bound = False
 
@@ -339,26 +341,44 @@ class Controller:
 
     def _accept(self, trial: Trial, seen: Window, at: float, workers: int, *, is_clear: bool) -> None:
         if workers > trial.before:
-            self._doubted = None if is_clear else trial.before
+            self._doubted = None if is_clear and trial.batches else trial.before
             return
-        self._best_rate = max(trial.rate, seen.rate)
         # With a lock for all of them it is one more that does not pay
         self._ceiling.raise_at(workers + 1 if trial.lock else trial.before, at, seen_by=workers, work=seen.work)
+        self._best_rate = max(trial.rate, seen.rate)
 
     # -- trying
 
     def _try(self, seen: Window, at: float, workers: int, bounds: Bounds) -> Decision | None:
         for barrier in (self._ceiling, self._floor):
-            barrier.look(at, workers, seen.work)
+            barrier.look(at, workers, self._all_seen.work if self._all_seen.batches >= TRIAL_BATCHES else 0.0)
+        self._note_work(seen, workers, bounds)
         if workers > bounds.most:
             return Decision(bounds.most, "there is no room for more")
         if seen.stall < LEAST_STALL:
-            return self._shrink_calmly(seen, workers)
-        return self._shrink_wisely(seen, workers, bounds) or self._grow(seen, workers, bounds)
+            return self._shrink_calmly(seen, workers, bounds)
+        return self._shrink_wisely(seen, workers, bounds) or self._grow(seen, workers, bounds) or self._shrink_in_doubt(seen, workers)
 
-    def _shrink_calmly(self, seen: Window, workers: int) -> Decision | None:
+    def _note_work(self, seen: Window, workers: int, bounds: Bounds) -> None:
+        """Note what a batch takes where threads do not disturb each other; forget it where batches take another time on a CPU now."""
+        cpu = seen.cpus / seen.rate if seen.rate else 0.0
+        if self._free_cpu and cpu and not 1 / CHANGED < cpu / self._free_cpu < CHANGED:
+            self._free_work = 0.0
+        disturbed = seen.contended > CONTENDED / 2 or (seen.cpus > SATURATED * bounds.for_work and workers > bounds.for_work)
+        if cpu and not disturbed and (not self._free_work or seen.work < self._free_work):
+            self._free_work, self._free_cpu = seen.work, cpu
+
+    def _undisturbed(self, seen: Window) -> int:
+        """Threads that would do what is done now, were they not to disturb each other; 0 where it is not known."""
+        return math.ceil(self._free_work * seen.rate)
+
+    def _shrink_calmly(self, seen: Window, workers: int, bounds: Bounds) -> Decision | None:
         """Send away those whom nobody waits for, a few at a time."""
-        demand = max(seen.cpus, seen.busy * (1 - seen.contended)) if seen.is_lock_bound else seen.busy
+        demand = seen.busy
+        if seen.is_lock_bound:
+            demand = max(seen.cpus, seen.busy * (1 - seen.contended))
+        elif seen.busy > bounds.for_work and seen.cpus > 0.5 * bounds.for_work:
+            demand = (seen.busy + seen.cpus) / 2  # some of them wait for a CPU
         enough = max(1, math.ceil(HEADROOM * demand))
         target = self._above_floor(workers, max(enough, math.floor(0.7 * workers)))
         if target >= workers:
@@ -369,25 +389,31 @@ class Controller:
         """Try fewer where the reason why batches come late is that there are too many, or something else than the threads."""
         target, reason = workers, ""
         if seen.is_lock_bound:
-            target = max(1, math.ceil(seen.cpus - ABOUT_ONE))
+            target = max(1, math.ceil(seen.cpus - ABOUT_ONE), self._undisturbed(seen))
             reason = f"they wait for the interpreter's lock {_percent(seen.contended)} of the time and keep {seen.cpus:.1f} CPUs busy"
         elif seen.busy < BUSY * workers:
             target = max(1, math.ceil(HEADROOM * seen.busy))
             reason = f"the consumer waits, but only {seen.busy:.1f} of them are busy"
         elif seen.cpus >= SATURATED * bounds.for_work and workers > bounds.for_work:
-            target = bounds.for_work
+            target = max(bounds.for_work, self._undisturbed(seen))
             reason = f"they compute, and all of {bounds.for_work} CPUs are busy"
-        elif self._ceiling.workers is not None and seen.on_cpu < WAITING and abs(seen.cpus - 1.0) < ABOUT_ONE:
-            target = workers // 2
-            reason = f"more did not pay, and all of them together keep {seen.cpus:.1f} CPUs busy, as if they shared a lock"
-        elif self._doubted is not None:
-            target, self._doubted = self._doubted, None
-            reason = "it was not clear whether as many pay"
-        target = self._above_floor(workers, max(1, target))
+        target = self._above_floor(workers, target)
         if target >= workers:
             return None
         self.is_lock_bound = seen.is_lock_bound
         return self._change(seen, workers, target, reason)
+
+    def _shrink_in_doubt(self, seen: Window, workers: int) -> Decision | None:
+        """Try fewer where more did not pay, or where nobody knows whether as many do."""
+        if self._doubted is not None and self._doubted < workers:
+            target, reason = self._doubted, "it was not clear whether as many pay"
+        elif self._ceiling.workers is not None and seen.on_cpu < WAITING:
+            target, reason = max(1, workers // 2), "more did not pay, as if they waited for each other"
+        else:
+            return None
+        self._doubted = None
+        target = self._above_floor(workers, target)
+        return None if target >= workers else self._change(seen, workers, target, reason)
 
     def _grow(self, seen: Window, workers: int, bounds: Bounds) -> Decision | None:
         if seen.is_lock_bound or seen.busy < BUSY * workers:
@@ -409,7 +435,7 @@ class Controller:
         # The longer it was looked at the better
         lately = seen if self._since.at < self._from.at - LONG_SECONDS else self._all_seen
         rate = max(lately.rate, 0.0 if target > workers else self._best_rate)
-        self._trial = Trial(workers, rate, lately.batches, seen.work, calm, seen.is_lock_bound)
+        self._trial = Trial(workers, rate, lately.batches, lately.work, calm, seen.is_lock_bound)
         return Decision(target, reason)
 
     def _below_ceiling(self, workers: int, target: int) -> int:
@@ -418,14 +444,14 @@ class Controller:
         if ceiling is None or target < ceiling:
             return target
         between = math.floor(math.sqrt(workers * ceiling))
-        return between if between >= 1.2 * workers else workers
+        return between if between >= 1.3 * workers else workers
 
     def _above_floor(self, workers: int, target: int) -> int:
         floor = self._floor.workers
         if floor is None or target > floor:
             return target
         between = math.ceil(math.sqrt(workers * floor))
-        return between if between > floor and between <= workers / 1.2 else workers
+        return between if between > floor and between <= workers / 1.3 else workers
 
 
 def _only_waits(seen: Window, workers: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from prefetchshard.reading.controller import Bounds, Controller, Decision, Load
 
@@ -150,7 +150,6 @@ class Machine:
         work = self.work(batch).times(size * dice.lognormvariate(0.0, deviation))
         thread.left, thread.batch = [work.gate, work.sleeping, work.computing, work.locked], batch
         self.open[batch] -= size - 1  # one is left until the part is done
-        self.open[batch] += 0
 
     def _advance(self) -> None:
         busy = [thread for thread in self.threads if not thread.is_idle]
@@ -202,14 +201,7 @@ class Machine:
         self.most_seen = max(self.most_seen, len(self.threads))
 
 
-def best_fixed(work: Work, **options: object) -> tuple[int, float]:
-    """The best number of threads and its seconds a batch."""
-    found = {}
-    for workers in (1, 2, 4, 8, 16, 32):
-        machine = Machine(lambda _: work, controlled=False, workers=workers, **options).run(60)  # type: ignore[arg-type]
-        found[workers] = machine.pace(20)
-    best = min(found, key=lambda workers: found[workers])
-    return best, found[best]
-
-
-__all__ = ["Machine", "Thread", "Work", "best_fixed", "replace"]
+def best_pace(work: Work, *, cores: int, rows: int = 16, most: int = 32) -> float:
+    """Seconds a batch with the best fixed number of threads."""
+    numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= most]
+    return min(Machine(lambda _: work, cores=cores, rows=rows, controlled=False, workers=number).run(50).pace(20) for number in numbers)

@@ -63,6 +63,9 @@ ABOUT_ONE = 0.3
 LONG_SECONDS = 1.0
 """Longer ago it may have been otherwise."""
 
+TELLING = 0.75
+"""An estimate of how many threads would do is worth something where it is a smaller part of those that there are."""
+
 STRIDE = 4
 """Threads that wait may become so many times as many at once."""
 
@@ -331,7 +334,7 @@ class Controller:
             self._accept(trial, seen, at, workers, is_clear=is_clear)
             return None
         barrier = self._ceiling if grown else self._floor
-        barrier.raise_at(workers, at, seen_by=trial.before, work=trial.work)
+        barrier.raise_at(workers, at, seen_by=trial.before, work=trial.work if trial.batches >= TRIAL_BATCHES else 0.0)
         if not grown:
             self.is_lock_bound = False
         if trial.calm:
@@ -351,7 +354,7 @@ class Controller:
 
     def _try(self, seen: Window, at: float, workers: int, bounds: Bounds) -> Decision | None:
         for barrier in (self._ceiling, self._floor):
-            barrier.look(at, workers, self._all_seen.work if self._all_seen.batches >= TRIAL_BATCHES else 0.0)
+            barrier.look(at, workers, self._all_seen.work if self._all_seen.batches >= CALM_BATCHES else 0.0)
         self._note_work(seen, workers, bounds)
         if workers > bounds.most:
             return Decision(bounds.most, "there is no room for more")
@@ -368,9 +371,10 @@ class Controller:
         if cpu and not disturbed and (not self._free_work or seen.work < self._free_work):
             self._free_work, self._free_cpu = seen.work, cpu
 
-    def _undisturbed(self, seen: Window) -> int:
-        """Threads that would do what is done now, were they not to disturb each other; 0 where it is not known."""
-        return math.ceil(self._free_work * seen.rate)
+    def _undisturbed(self, seen: Window, workers: int) -> int:
+        """Threads that would do what is done now, were they not to disturb each other; 0 where that is not known, or as good as all."""
+        threads = math.ceil(self._free_work * seen.rate)
+        return threads if threads < TELLING * workers else 0
 
     def _shrink_calmly(self, seen: Window, workers: int, bounds: Bounds) -> Decision | None:
         """Send away those whom nobody waits for, a few at a time."""
@@ -389,13 +393,13 @@ class Controller:
         """Try fewer where the reason why batches come late is that there are too many, or something else than the threads."""
         target, reason = workers, ""
         if seen.is_lock_bound:
-            target = max(1, math.ceil(seen.cpus - ABOUT_ONE), self._undisturbed(seen))
+            target = max(1, math.ceil(seen.cpus - ABOUT_ONE), self._undisturbed(seen, workers))
             reason = f"they wait for the interpreter's lock {_percent(seen.contended)} of the time and keep {seen.cpus:.1f} CPUs busy"
         elif seen.busy < BUSY * workers:
             target = max(1, math.ceil(HEADROOM * seen.busy))
             reason = f"the consumer waits, but only {seen.busy:.1f} of them are busy"
         elif seen.cpus >= SATURATED * bounds.for_work and workers > bounds.for_work:
-            target = max(bounds.for_work, self._undisturbed(seen))
+            target = max(bounds.for_work, self._undisturbed(seen, workers))
             reason = f"they compute, and all of {bounds.for_work} CPUs are busy"
         target = self._above_floor(workers, target)
         if target >= workers:

@@ -124,9 +124,9 @@ CASES: dict[str, Case] = {
     "images": Case(_images),
     "sleeping stream": Case(_transformed(sleeping(0.01))),
     "python stream": Case(_transformed(python)),
-    "slow to fast": Case(_changing(sleeping(0.01), quick, 60), change=60),
+    "slow to fast": Case(_changing(sleeping(0.01), quick, 30), change=30),
     "fast to slow": Case(_changing(quick, sleeping(0.01), 400), change=400),
-    "waits to computes": Case(_changing(sleeping(0.01), computing, 60), change=60),
+    "waits to computes": Case(_changing(sleeping(0.01), computing, 30), change=30),
 }
 
 

@@ -114,6 +114,12 @@ class Machine:
             self._tick()
         return self
 
+    def run_for(self, seconds: float) -> Machine:
+        until = self.now + seconds
+        while self.now < until:
+            self._tick()
+        return self
+
     def pace(self, skip: int) -> float:
         """Seconds a batch after the first ones."""
         return (self.taken_at[-1] - self.taken_at[skip]) / (len(self.taken_at) - 1 - skip)

@@ -10,10 +10,7 @@ from typing import Any
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.controller import Load
-from prefetchshard.reading.work_meter import WorkMeter
-
-SCHEDULING = "/proc/thread-self/schedstat"
-"""Of this thread, where there is such a file: nanoseconds on a CPU, and nanoseconds in which it could run and had none."""
+from prefetchshard.reading.work_meter import WorkMeter, queued_seconds
 
 SMOOTHING = 0.2
 """The weight of the last look at the interpreter's lock."""
@@ -34,12 +31,12 @@ def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[
 
     def measure() -> Load:
         nonlocal contended
-        before, queued = clock(), _queued_seconds()
+        before, queued = clock(), queued_seconds()
         time.sleep(0)  # lets go of the interpreter's lock, and comes back when it is free
         now = clock()
-        waited = max(0.0, now - before - (_queued_seconds() - queued))
+        waited = max(0.0, now - before - (queued_seconds() - queued))
         contended += SMOOTHING * (min(1.0, waited / sys.getswitchinterval()) - contended)
-        busy, cpu, parts = meter.sums()
+        busy, cpu, queued_by_all, parts = meter.sums()
         stall = recorder.stall_seconds
         if not recorder.batches:
             stall = now - began_at
@@ -56,15 +53,7 @@ def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[
             cpu_seconds=cpu,
             contended=contended,
             parts=parts,
+            queued_seconds=queued_by_all,
         )
 
     return measure
-
-
-def _queued_seconds() -> float:
-    """For how long this thread has waited for a CPU, which is no wait for a lock."""
-    try:
-        with open(SCHEDULING, "rb") as file:
-            return int(file.read().split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):
-        return 0.0

@@ -8,6 +8,7 @@ lock, or they have nothing to do.
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import msgspec
 
@@ -60,11 +61,25 @@ LOSS = 0.08
 ABOUT_ONE = 0.3
 """Of a CPU. Threads that share a lock keep so much more than one busy, and are meant to be one."""
 
-LONG_SECONDS = 1.0
-"""Longer ago it may have been otherwise."""
+REFERENCE_BATCHES = 8
+"""The speed before a change is that of so many batches, where there were as many since the last one. Earlier it may have been otherwise."""
 
-TELLING = 0.75
-"""An estimate of how many threads would do is worth something where it is a smaller part of those that there are."""
+AGREE = 1.5
+"""The source may just have changed where the speed is so many times another one than lately."""
+
+MOST_DIFFERENT = 4
+"""Looks in a row at which that may be so, and is then put up with."""
+
+MOST_ROUNDS_SECONDS = 2.0
+"""Longer nobody waits for slow parts to end."""
+
+LOOKS_KEPT = 32
+
+TELLING = 1.25
+"""What a batch took where threads did not disturb each other tells something where it takes less than so many times other CPU time now."""
+
+LEAST_CPU_SECONDS = 0.001
+"""Of a batch. Less is not told apart."""
 
 STRIDE = 4
 """Threads that wait may become so many times as many at once."""
@@ -91,6 +106,7 @@ class Load(msgspec.Struct, frozen=True):
         cpu_seconds: the CPU time in these.
         contended: 0.0 to 1.0, the part of the recent time in which a thread that could run waited for the interpreter's lock.
         parts: of batches, that the reader threads have done.
+        queued_seconds: of the busy ones, that threads could run and had no CPU; 0 where that is not known.
     """
 
     at: float
@@ -100,6 +116,7 @@ class Load(msgspec.Struct, frozen=True):
     cpu_seconds: float
     contended: float
     parts: int
+    queued_seconds: float = 0.0
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -136,6 +153,7 @@ class Window:
         stall: part of the time that the consumer waited.
         busy: threads that were busy, on average.
         cpus: in use by them, on average.
+        runnable: threads that were on a CPU or waited for one, on average.
         rate: batches a second.
         contended: as in `Load`.
     """
@@ -148,6 +166,7 @@ class Window:
         self.stall = min(1.0, max(0.0, stall))
         self.busy = max(0.0, after.busy_seconds - before.busy_seconds) / seconds
         self.cpus = max(0.0, after.cpu_seconds - before.cpu_seconds) / seconds
+        self.runnable = self.cpus + max(0.0, after.queued_seconds - before.queued_seconds) / seconds
         self.rate = self.batches / seconds
         self.contended = after.contended
 
@@ -157,14 +176,24 @@ class Window:
         return self.busy * self.seconds / max(1, self.parts)
 
     @property
+    def spans_rounds(self) -> bool:
+        """Whether each thread has done parts from beginning to end in it: they may all end at the same time."""
+        return self.seconds >= min(2 * self.part_seconds, MOST_ROUNDS_SECONDS)
+
+    @property
     def on_cpu(self) -> float:
-        """The part of their time that busy threads spend on a CPU."""
-        return min(1.0, self.cpus / max(self.busy, 1e-9))
+        """The part of their time that busy threads spend on a CPU, or want to."""
+        return min(1.0, self.runnable / max(self.busy, 1e-9))
 
     @property
     def work(self) -> float:
         """Seconds of threads that a batch takes."""
         return self.busy * self.seconds / max(1, self.batches)
+
+    @property
+    def cpu(self) -> float:
+        """Seconds of CPUs that a batch takes, which depends little on how many threads there are."""
+        return self.cpus * self.seconds / max(1, self.batches)
 
     @property
     def is_lock_bound(self) -> bool:
@@ -185,6 +214,7 @@ class Trial(msgspec.Struct, frozen=True):
         rate: batches a second that are to be beaten, or kept; of several trials with fewer and fewer threads the best.
         batches: of which that is known.
         work: seconds of threads that a batch took before.
+        cpu: seconds of CPUs.
         calm: nobody waited before.
         lock: the threads fought over the interpreter's lock before.
     """
@@ -193,6 +223,7 @@ class Trial(msgspec.Struct, frozen=True):
     rate: float
     batches: int
     work: float
+    cpu: float
     calm: bool
     lock: bool
 
@@ -204,6 +235,10 @@ class Trial(msgspec.Struct, frozen=True):
         """How far that may be from the truth: batches are counted in whole ones."""
         return 1 / max(1, self.batches) + 1 / max(1, seen.batches)
 
+    def tells(self, seen: Window, workers: int) -> bool:
+        """Whether it is clear what the change brought. Where a batch takes other CPU time now it is another source."""
+        return abs(self.change(seen) - self.needs(workers)) > self.doubt(seen) and _ratio(seen.cpu, self.cpu) < CHANGED
+
     def needs(self, workers: int) -> float:
         """How much faster so many threads have to be."""
         return GAIN * math.log2(workers / self.before) if workers > self.before else -LOSS
@@ -212,7 +247,7 @@ class Trial(msgspec.Struct, frozen=True):
         """Whether it can be judged."""
         if self.calm or seen.stall < LEAST_STALL or (seen.seconds >= DOUBT_SECONDS and seen.batches >= DOUBT_BATCHES):
             return True
-        return abs(self.change(seen) - self.needs(workers)) > self.doubt(seen)
+        return self.tells(seen, workers) or _ratio(seen.cpu, self.cpu) >= CHANGED
 
 
 class Barrier:
@@ -261,17 +296,18 @@ class Controller:
 
     def __init__(self, start: Load) -> None:
         self._from = start
-        self._since = start  # the last change
+        self._looks = deque([start], LOOKS_KEPT)  # the latest ones since the last change
         self._quiet_until: float | None = start.at
         self._quiet_seconds = 0.0
         self._expected = 0
-        self._all_seen = Window(start, start)
+        self._lately = Window(start, start)
         self._trial: Trial | None = None
         self._ceiling = Barrier()
         self._floor = Barrier()
         self._best_rate = 0.0  # of the trials with fewer threads that went before
         self._free_work = 0.0  # seconds of threads for a batch, where these do not disturb each other
         self._free_cpu = 0.0  # and of CPUs
+        self._differed = 0  # looks in a row at which the speed was another one than lately
         self._doubted: int | None = None  # whether more than so many pay was not clear
         self.is_lock_bound = False
 
@@ -288,27 +324,35 @@ class Controller:
         if self._quiet_until is None:  # the first look after a change: the threads have come
             self._quiet_until = load.at + self._quiet_seconds
         if load.at < self._quiet_until:
-            self._from = self._since = load
+            self._from = load
+            self._looks = deque([load], LOOKS_KEPT)
             return None
         seen = Window(self._from, load)
         if not self._has_seen_enough(seen, workers):
             return None
         self._best_rate = 0.0
-        self._all_seen = Window(self._since, load)
+        self._lately = self._look_back(load)
         decision = self._judge(seen, load.at, workers) or self._try(seen, load.at, workers, bounds)
         self._from = load
+        self._looks.append(load)
         if decision is not None:
             self._expected = decision.workers
             # What was begun before the change is done after it
             self._quiet_until, self._quiet_seconds = None, min(seen.part_seconds, 1.0)
         return decision
 
+    def _look_back(self, load: Load) -> Window:
+        """Over `REFERENCE_BATCHES`, or as far as to the last change."""
+        windows = (Window(look, load) for look in reversed(self._looks))
+        return next(
+            (window for window in windows if window.batches >= REFERENCE_BATCHES and window.spans_rounds), Window(self._looks[0], load)
+        )
+
     def _has_seen_enough(self, seen: Window, workers: int) -> bool:
         if seen.parts == 0:
             return False
         if self._trial is not None:
-            rounds = min(2 * seen.part_seconds, 2.0)
-            enough = seen.seconds >= max(TRIAL_SECONDS, rounds) and seen.batches >= TRIAL_BATCHES
+            enough = seen.seconds >= TRIAL_SECONDS and seen.spans_rounds and seen.batches >= TRIAL_BATCHES
             return enough and self._trial.is_clear(seen, workers)
         if self._from.batches == seen.batches == 0:  # the first batch is still being made
             return seen.seconds >= START_SECONDS and _only_waits(seen, workers)
@@ -329,8 +373,8 @@ class Controller:
         if seen.stall < LEAST_STALL:
             return None
         needed = trial.needs(workers)
-        is_clear = abs(change - needed) > trial.doubt(seen)
-        if not trial.calm and (change >= needed or (grown and not is_clear)):
+        is_clear = trial.tells(seen, workers)
+        if not trial.calm and (change >= needed or not is_clear):
             self._accept(trial, seen, at, workers, is_clear=is_clear)
             return None
         barrier = self._ceiling if grown else self._floor
@@ -345,16 +389,16 @@ class Controller:
     def _accept(self, trial: Trial, seen: Window, at: float, workers: int, *, is_clear: bool) -> None:
         if workers > trial.before:
             self._doubted = None if is_clear and trial.batches else trial.before
-            return
-        # With a lock for all of them it is one more that does not pay
-        self._ceiling.raise_at(workers + 1 if trial.lock else trial.before, at, seen_by=workers, work=seen.work)
-        self._best_rate = max(trial.rate, seen.rate)
+        elif is_clear:
+            self._best_rate = max(trial.rate, seen.rate)
+            # With a lock for all of them it is one more that does not pay
+            self._ceiling.raise_at(workers + 1 if trial.lock else trial.before, at, seen_by=workers, work=seen.work)
 
     # -- trying
 
     def _try(self, seen: Window, at: float, workers: int, bounds: Bounds) -> Decision | None:
         for barrier in (self._ceiling, self._floor):
-            barrier.look(at, workers, self._all_seen.work if self._all_seen.batches >= CALM_BATCHES else 0.0)
+            barrier.look(at, workers, self._lately.work if self._lately.batches >= CALM_BATCHES else 0.0)
         self._note_work(seen, workers, bounds)
         if workers > bounds.most:
             return Decision(bounds.most, "there is no room for more")
@@ -364,21 +408,19 @@ class Controller:
 
     def _note_work(self, seen: Window, workers: int, bounds: Bounds) -> None:
         """Note what a batch takes where threads do not disturb each other; forget it where batches take another time on a CPU now."""
-        cpu = seen.cpus / seen.rate if seen.rate else 0.0
-        if self._free_cpu and cpu and not 1 / CHANGED < cpu / self._free_cpu < CHANGED:
+        if _ratio(seen.cpu, self._free_cpu) > CHANGED:
             self._free_work = 0.0
-        disturbed = seen.contended > CONTENDED / 2 or (seen.cpus > SATURATED * bounds.for_work and workers > bounds.for_work)
-        if cpu and not disturbed and (not self._free_work or seen.work < self._free_work):
-            self._free_work, self._free_cpu = seen.work, cpu
+        disturbed = seen.contended > CONTENDED / 2 or (seen.runnable > SATURATED * bounds.for_work and workers > bounds.for_work)
+        if seen.batches and not disturbed and (not self._free_work or seen.work < self._free_work):
+            self._free_work, self._free_cpu = seen.work, seen.cpu
 
-    def _undisturbed(self, seen: Window, workers: int) -> int:
-        """Threads that would do what is done now, were they not to disturb each other; 0 where that is not known, or as good as all."""
-        threads = math.ceil(self._free_work * seen.rate)
-        return threads if threads < TELLING * workers else 0
+    def _undisturbed(self, seen: Window) -> int:
+        """Threads that would do what is done now, were they not to disturb each other; 0 where that is not known."""
+        return math.ceil(self._free_work * seen.rate) if _ratio(seen.cpu, self._free_cpu) < TELLING else 0
 
     def _shrink_calmly(self, seen: Window, workers: int, bounds: Bounds) -> Decision | None:
         """Send away those whom nobody waits for, a few at a time."""
-        demand = seen.busy
+        demand = max(seen.cpus, seen.busy - (seen.runnable - seen.cpus))
         if seen.is_lock_bound:
             demand = max(seen.cpus, seen.busy * (1 - seen.contended))
         elif seen.busy > bounds.for_work and seen.cpus > 0.5 * bounds.for_work:
@@ -392,20 +434,29 @@ class Controller:
     def _shrink_wisely(self, seen: Window, workers: int, bounds: Bounds) -> Decision | None:
         """Try fewer where the reason why batches come late is that there are too many, or something else than the threads."""
         target, reason = workers, ""
+        if not self._is_speed_known(seen):  # nobody could tell afterwards what it brought
+            return None
         if seen.is_lock_bound:
-            target = max(1, math.ceil(seen.cpus - ABOUT_ONE), self._undisturbed(seen, workers))
+            target = max(1, math.ceil(seen.cpus - ABOUT_ONE), self._undisturbed(seen))
             reason = f"they wait for the interpreter's lock {_percent(seen.contended)} of the time and keep {seen.cpus:.1f} CPUs busy"
         elif seen.busy < BUSY * workers:
             target = max(1, math.ceil(HEADROOM * seen.busy))
             reason = f"the consumer waits, but only {seen.busy:.1f} of them are busy"
-        elif seen.cpus >= SATURATED * bounds.for_work and workers > bounds.for_work:
-            target = max(bounds.for_work, self._undisturbed(seen, workers))
+        elif seen.runnable >= SATURATED * bounds.for_work and workers > bounds.for_work:
+            step = STRIDE if workers >= 2 * STRIDE * bounds.for_work else 2  # some may wait as well, and are needed
+            target = max(bounds.for_work, workers // step, self._undisturbed(seen))
             reason = f"they compute, and all of {bounds.for_work} CPUs are busy"
         target = self._above_floor(workers, target)
         if target >= workers:
             return None
         self.is_lock_bound = seen.is_lock_bound
         return self._change(seen, workers, target, reason)
+
+    def _is_speed_known(self, seen: Window) -> bool:
+        """Whether enough batches came at one speed, or so many looks differed that they will go on to do so."""
+        agree = 1 / AGREE < self._lately.rate / max(seen.rate, 1e-9) < AGREE
+        self._differed = 0 if agree else self._differed + 1
+        return self._lately.batches >= TRIAL_BATCHES and self._lately.spans_rounds and (agree or self._differed > MOST_DIFFERENT)
 
     def _shrink_in_doubt(self, seen: Window, workers: int) -> Decision | None:
         """Try fewer where more did not pay, or where nobody knows whether as many do."""
@@ -422,9 +473,9 @@ class Controller:
     def _grow(self, seen: Window, workers: int, bounds: Bounds) -> Decision | None:
         if seen.is_lock_bound or seen.busy < BUSY * workers:
             return None
-        waits = seen.on_cpu < WAITING and seen.cpus < SATURATED * bounds.for_work
+        waits = seen.on_cpu < WAITING and seen.runnable < SATURATED * bounds.for_work
         if waits:
-            at_most = min(bounds.most, STRIDE * workers, math.ceil(bounds.for_work / max(seen.cpus / seen.busy, 1e-3)))
+            at_most = min(bounds.most, STRIDE * workers, math.ceil(bounds.for_work / max(seen.runnable / seen.busy, 1e-3)))
             reason = f"they wait as well ({_percent(seen.on_cpu)} of their time on a CPU)"
         else:
             at_most = min(bounds.for_work, 2 * workers)
@@ -436,10 +487,9 @@ class Controller:
         return self._change(seen, workers, target, f"the consumer waits {_percent(seen.stall)} of the time, and {reason}")
 
     def _change(self, seen: Window, workers: int, target: int, reason: str, *, calm: bool = False) -> Decision:
-        # The longer it was looked at the better
-        lately = seen if self._since.at < self._from.at - LONG_SECONDS else self._all_seen
+        lately = self._lately
         rate = max(lately.rate, 0.0 if target > workers else self._best_rate)
-        self._trial = Trial(workers, rate, lately.batches, lately.work, calm, seen.is_lock_bound)
+        self._trial = Trial(workers, rate, lately.batches, lately.work, lately.cpu, calm, seen.is_lock_bound)
         return Decision(target, reason)
 
     def _below_ceiling(self, workers: int, target: int) -> int:
@@ -460,6 +510,12 @@ class Controller:
 
 def _only_waits(seen: Window, workers: int) -> bool:
     return seen.cpus < ONLY_WAITING and not seen.is_lock_bound and seen.busy >= BUSY * workers
+
+
+def _ratio(one: float, other: float) -> float:
+    """How many times as large the larger one is."""
+    one, other = max(one, LEAST_CPU_SECONDS), max(other, LEAST_CPU_SECONDS)
+    return max(one / other, other / one)
 
 
 def _percent(part: float) -> str:

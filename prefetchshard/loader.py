@@ -83,7 +83,10 @@ class Loader(Generic[Batch_co]):
         device_transform: jitted, on the devices, on the batch after its transfer; a parameter named `key` gets a PRNG key of the step.
             Over several devices it is dispatched by the thread that takes the batch, which should be the one of the training step.
         microbatches: k: leaves with rows become `(k, rows / k, *example)`, axis 0 not sharded; with batch_size those on the host too.
-        workers: reader threads; "auto" chooses by the CPUs. All of them read a dataset. One that gives wrong rows then is most often found
+        workers: reader threads. "auto": their number follows the run. There are more while the loop waits for them and each one pays, up
+            to the CPUs where they compute, and up to 48 where they wait (for files, a network); fewer where they are not needed, or only
+            wait for each other to give Python's lock back. Each change is logged with its reason, at the level INFO; `stats().workers` is
+            the present number. An integer is fixed. All of them read a dataset. One that gives wrong rows then is most often found
             by its first reads, and is a SourceError; see `per_worker`. `ps.Processes(n)`: n worker processes under as many threads.
         reuses_buffers: the source may overwrite what it yielded as soon as it is asked for the next item (a dataset: asked in the same
             thread), so an item is copied before that; but not a batch of NumPy arrays that nobody refers to any more, as CPython counts

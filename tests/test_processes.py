@@ -260,10 +260,10 @@ def test_who_has_a_part_waits_for_no_room(asked: list[int], monkeypatch: pytest.
         finally:
             ahead.has_one = False
 
-    def told(queue: Any) -> Any:
+    def told(queue: Any, *or_else: Any) -> Any:
         if getattr(ahead, "has_one", False):
             waited.append(threading.current_thread().name)
-        return reserve(queue)
+        return reserve(queue, *or_else)
 
     monkeypatch.setattr(RowDealer, "deal_at_once", noted)
     monkeypatch.setattr(BoundedQueue, "reserve", told)

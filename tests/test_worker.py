@@ -15,6 +15,7 @@ from prefetchshard.base.position import EpochEnd, StartPoint
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.planning.host_batch import ReadFailure
 from prefetchshard.reading.batch_copying import SHARE_BYTES, BatchCopying
+from prefetchshard.reading.crew import Crew
 from prefetchshard.reading.open_batch import OpenBatch
 from prefetchshard.reading.reading_plan import HostQueue, Part, ReadingPlan
 from prefetchshard.reading.user_functions import UserFunctions
@@ -26,7 +27,9 @@ NO_WRITER: Any = None
 
 def plan_of(clock: ManualClock, *, places: int = 1, workers: int = 2) -> ReadingPlan:
     functions = UserFunctions(None, None, None)
-    return ReadingPlan(functions, HostQueue(places), Recorder(clock), StartPoint(), 1, None, "drop", workers, None, reuses_buffers=True)
+    return ReadingPlan(
+        functions, HostQueue(places), Recorder(clock), StartPoint(), 1, None, "drop", Crew(workers), None, reuses_buffers=True
+    )
 
 
 def open_batch(plan: ReadingPlan, parts: int) -> OpenBatch:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
+
 from prefetchshard.base.config import Settings
 from prefetchshard.base.limits import Limits, within_bytes
 
@@ -15,6 +19,22 @@ SMALL_SLOTS = 5
 """At least so many for batches that go in bursts."""
 
 
+class ReadAtOnce(msgspec.Struct, frozen=True):
+    """Host batches that are being read, or are read and not on their way yet.
+
+    Attributes:
+        least: of them, however few the threads.
+        threads_a_batch: so many threads work on one batch, and further ones need another; None: more batches help nobody.
+    """
+
+    least: int
+    threads_a_batch: int | None = None
+
+    def by(self, workers: int) -> int:
+        """How many, where there are so many threads."""
+        return self.least if self.threads_a_batch is None else max(self.least, 1 + math.ceil(workers / self.threads_a_batch))
+
+
 class BatchLimits:
     """The limits of a loader. They follow the largest batch so far, and never widen again after a large one.
 
@@ -23,24 +43,35 @@ class BatchLimits:
     Args:
         settings: of the loader.
         in_flight: transfers under way at once.
-        read_at_once: host batches that are being read, or are read and not on their way yet.
+        read_at_once: how many host batches there are by the number of threads.
+        most_workers: so many threads a run may have at times.
         least_slots: batches that must be on the host at once for the run to go on.
         small_go_in_bursts: small batches wait for nothing, so that handing over is what they cost.
 
     Attributes:
-        now: the limits in force.
+        now: the limits in force, where a run has the most threads.
         rows_on_devices_bytes: of a batch on one device, where what is planned is row numbers (`OnDevice`); else 0.
     """
 
-    def __init__(self, settings: Settings, *, in_flight: int, read_at_once: int, least_slots: int, small_go_in_bursts: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        in_flight: int,
+        read_at_once: ReadAtOnce,
+        most_workers: int,
+        least_slots: int,
+        small_go_in_bursts: bool,
+    ) -> None:
         self._settings = settings
         self._in_flight = in_flight
         self._read_at_once = read_at_once
+        self._most_workers = most_workers
         self._least_slots = least_slots
         self._small_go_in_bursts = small_go_in_bursts
         self._host_bytes = self._device_bytes = 0  # the most so far
         self.rows_on_devices_bytes = 0
-        self.now = Limits(settings.depth, in_flight, in_flight + read_at_once).kept_to(settings.read_ahead)
+        self.now = Limits(settings.depth, in_flight, in_flight + read_at_once.by(most_workers)).kept_to(settings.read_ahead)
 
     @property
     def is_small(self) -> bool:
@@ -59,11 +90,20 @@ class BatchLimits:
         """
         self._host_bytes = max(self._host_bytes, host_bytes)
         self._device_bytes = max(self._device_bytes, (self.rows_on_devices_bytes or device_bytes) if device_bytes else 0)
-        slots = self._in_flight + self._read_at_once
+        self.now = self.of(self._most_workers)
+        return self.now
+
+    def of(self, workers: int) -> Limits:
+        """The limits of a run that has so many threads.
+
+        Raises:
+            ConfigError: as above.
+        """
+        slots = self._in_flight + self._read_at_once.by(workers)
         if self.is_small:
             slots = max(slots, SMALL_SLOTS)
         settings = self._settings
-        self.now = within_bytes(
+        return within_bytes(
             Limits(settings.depth, self._in_flight, slots).kept_to(settings.read_ahead),
             batch_bytes=self._host_bytes,
             device_bytes=self._device_bytes,
@@ -71,4 +111,8 @@ class BatchLimits:
             device_memory=settings.device_memory,
             least_slots=self._least_slots,
         )
-        return self.now
+
+    def workers_with_room(self, workers: int) -> int:
+        """So many of these threads, at least one, as have room for what they make."""
+        each = self._read_at_once.threads_a_batch
+        return workers if each is None else max(1, min(workers, each * self.of(workers).slots))

@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from prefetchshard.base.config import Processes, Settings
 from prefetchshard.base.cpus import cpu_count
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.limits import MOST_IN_FLIGHT
-from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits
+from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits, ReadAtOnce
 from prefetchshard.building.checks import check_last_rows
 from prefetchshard.leaves.copying import private_copy
 from prefetchshard.ordering.epoch_order import EpochOrder
@@ -19,22 +21,57 @@ from prefetchshard.sharding.batch_tree import in_brackets, leaf_paths
 from prefetchshard.sharding.rules import ShardingRules
 from prefetchshard.sources import Source
 
-MOST_WORKERS = 16
-"""More threads bring nothing or lose: they wait for each other to give the interpreter's lock back."""
+MOST_AT_WORK = 16
+"""More threads that compute or copy bring nothing or lose: they wait for each other to give the interpreter's lock back."""
+
+MOST_WAITING = 48
+"""Threads that wait, for files or networks, at most."""
+
+MOST_WHOLE = 16
+"""The same where each needs the room of a whole batch."""
+
+FIRST_COPYING = 8
+"""Threads that copy arrays, at the beginning. More seldom bring more, as memory is then what is slow."""
+
+FIRST_READING = 4
+"""Threads that run the user's code, at the beginning: it waits more often than it computes, and it may hold the interpreter's lock."""
 
 
-def choose_workers(source: Source, settings: Settings) -> int:
-    """Reader threads, each with a process where there are such."""
+class Workers(msgspec.Struct, frozen=True):
+    """How many reader threads there are, each with a process where there are such.
+
+    Attributes:
+        first: when a run begins.
+        for_work: the most that compute.
+        most: of all.
+        are_controlled: their number changes while a run goes on.
+    """
+
+    first: int
+    for_work: int
+    most: int
+    are_controlled: bool
+
+
+def choose_workers(source: Source, settings: Settings, batch_size: int | None) -> Workers:
+    """Reader threads, by what they have to do."""
     if isinstance(settings.workers, Processes):
-        return settings.workers.n
+        return _fixed(settings.workers.n)
     if settings.workers != "auto":
-        return settings.workers
+        return _fixed(settings.workers)
     if source.stays_on_devices:
-        return 1  # which writes row numbers
-    cpus = cpu_count()
+        return _fixed(1)  # which writes row numbers
+    for_work = min(MOST_AT_WORK, cpu_count())
     if source.is_memory and settings.transform is None:
-        return min(MOST_WORKERS, cpus)
-    return min(MOST_WORKERS, max(4, cpus))  # users' code waits for files and networks more than it computes
+        return Workers(min(FIRST_COPYING, for_work), for_work, for_work, are_controlled=for_work > 1)
+    if source.is_numbered is False and settings.transform is None and settings.collate is None:
+        return _fixed(min(MOST_AT_WORK, max(FIRST_READING, for_work)))  # the source's thread is what takes time; these help to copy
+    most = MOST_WHOLE if batch_size is None else MOST_WAITING
+    return Workers(FIRST_READING, for_work, most, are_controlled=True)
+
+
+def _fixed(workers: int) -> Workers:
+    return Workers(workers, workers, workers, are_controlled=False)
 
 
 def takes_processes(source: Source, settings: Settings) -> bool:
@@ -65,7 +102,7 @@ def make_order(source: Source, settings: Settings, rules: ShardingRules, batch_s
     return order
 
 
-def make_limits(source: Source, settings: Settings, *, batch_size: int | None, workers: int, platform: str) -> BatchLimits:
+def make_limits(source: Source, settings: Settings, *, batch_size: int | None, workers: Workers, platform: str) -> BatchLimits:
     """How many batches may be where.
 
     Raises:
@@ -81,25 +118,24 @@ def make_limits(source: Source, settings: Settings, *, batch_size: int | None, w
     return BatchLimits(
         settings,
         in_flight=IN_FLIGHT.get(platform, MOST_IN_FLIGHT),
-        read_at_once=_batches_read_at_once(source, settings, batch_size, workers),
+        read_at_once=_batches_read_at_once(source, settings, batch_size, workers.most),
+        most_workers=workers.most,
         least_slots=2 if holds_back else 1,
         small_go_in_bursts=platform == "cpu",
     )
 
 
-def _batches_read_at_once(source: Source, settings: Settings, batch_size: int | None, workers: int) -> int:
+def _batches_read_at_once(source: Source, settings: Settings, batch_size: int | None, processes: int) -> ReadAtOnce:
     """Host batches being read, or read and not on their way yet."""
     has_functions = settings.transform is not None or settings.collate is not None
     if takes_processes(source, settings):  # what a process does at once may be a whole batch, and the next one may be asked for already
-        return 1 + (2 * workers if source.is_numbered is True else workers)
+        return ReadAtOnce(1 + (2 * processes if source.is_numbered is True else processes))
     if source.is_memory and settings.transform is None:
-        return 1 + workers  # a batch may be one worker's
-    if batch_size is None and (source.is_numbered is True or has_functions):
-        return 1 + workers
-    if source.is_numbered is True:
-        return 2
+        return ReadAtOnce(1, threads_a_batch=1)  # a batch may be one worker's
+    if source.is_numbered is True or has_functions:
+        return ReadAtOnce(2, threads_a_batch=batch_size or 1)
     # Where the source always goes on while the last item is still being copied, one more covers the waits for the interpreter's lock.
-    return 2 if has_functions or not settings.reuses_buffers else 1
+    return ReadAtOnce(1 if settings.reuses_buffers else 2)
 
 
 def keeper(source: Source, settings: Settings) -> Callable[[Any], Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from prefetchshard.base.clock import Clock
@@ -15,7 +16,8 @@ from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.building.batch_specs import BatchSpecs
 from prefetchshard.building.checks import check_endless, check_last_rows, check_rows, check_source, global_rows
-from prefetchshard.building.choices import choose_workers, describe, keeper, make_limits, make_order, takes_processes
+from prefetchshard.building.choices import Workers, choose_workers, describe, keeper, make_limits, make_order, takes_processes
+from prefetchshard.building.measured_load import measure_of
 from prefetchshard.building.other_names import refuse_as_sharding
 from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
@@ -24,11 +26,14 @@ from prefetchshard.placing.device_transform import DeviceTransform
 from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits
 from prefetchshard.queues.bounded_queue import BoundedQueue, CountedQueue
+from prefetchshard.reading.controller import Bounds, Controller
+from prefetchshard.reading.crew import Control, Crew
 from prefetchshard.reading.item_dealer import ItemDealer
 from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan
 from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions
+from prefetchshard.reading.work_meter import WorkMeter
 from prefetchshard.reading.writing import Writer
 from prefetchshard.resuming.handed_out import check_one_shot, fingerprint_of, next_run, rows_left, start_point_of
 from prefetchshard.resuming.replay import ReplayedSource
@@ -74,14 +79,17 @@ class RunFactory:
         self._made_in = self.loop_here()
         rules: ShardingRules = resolve(sharding, host)
         self.batch_size = global_rows(settings, rules)
-        self.workers = choose_workers(self._source, settings)
+        self._workers: Workers = choose_workers(self._source, settings, self.batch_size)
+        self._last_crew: tuple[Crew, Controller] | None = None  # of the run that was made last
         check_source(self._source, settings)
         check_rows(rules, settings, self.batch_size)
         self._device_transform = None if settings.device_transform is None else DeviceTransform(settings.device_transform, settings.seed)
         self._order = make_order(self._source, settings, rules, self.batch_size)
         self._rules = rules
         self._device = rules.device()
-        self._limits = make_limits(self._source, settings, batch_size=self.batch_size, workers=self.workers, platform=self._device.platform)
+        self._limits = make_limits(
+            self._source, settings, batch_size=self.batch_size, workers=self._workers, platform=self._device.platform
+        )
         self._ring: Staging | None = None
         self.fingerprint = fingerprint_of(settings, self._source, self.batch_size)
         self.next_start = StartPoint(resumes_by="replay" if self._order is None else "index")
@@ -122,10 +130,11 @@ class RunFactory:
         rows = self.specs.rows_on_devices(context.x64)
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
-        limits, now = self._limits, self._limits.now
+        limits, crew = self._limits, Crew(self._first_workers())
+        now = limits.of(crew.wanted)
         recorder = Recorder(clock)
         recorder.warm_up = now.ahead
-        recorder.setup = self.setup()
+        recorder.setup = self.setup(crew.wanted)
         outbox: ReadyQueue = BoundedQueue(now.depth, clock=clock)
         queue: HostQueue
         if now.read_ahead is None:
@@ -135,17 +144,23 @@ class RunFactory:
         transfers = TransferLimits(now.in_flight)
         choice = CopyChoice(self._device.platform)
 
-        def fit(host_bytes: int, device_bytes: int) -> None:
-            fitting = limits.fit(host_bytes, device_bytes)
-            queue.capacity, outbox.capacity, transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
-            queue.in_bursts = outbox.in_bursts = limits.is_small
-            queue.senders.wake()  # there may be more room
-            choice.batches_take(host_bytes)
+        def resize(workers: int) -> None:
+            fitting = limits.of(workers)
             recorder.warm_up = fitting.ahead
+            queue.capacity, outbox.capacity, transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
+            queue.senders.wake()  # there may be more room
+
+        def fit(host_bytes: int, device_bytes: int) -> None:
+            limits.fit(host_bytes, device_bytes)
+            queue.in_bursts = outbox.in_bursts = limits.is_small
+            resize(crew.wanted)
+            choice.batches_take(host_bytes)
 
         in_processes = takes_processes(self._source, settings)
         if isinstance(settings.workers, Processes) and not in_processes:
-            _log.debug("%s has nothing to do but copy: the source is read by %d threads", settings.workers, self.workers)
+            _log.debug("%s has nothing to do but copy: the source is read by %d threads", settings.workers, crew.wanted)
+        if self._workers.are_controlled:
+            self._control(crew, recorder, queue, outbox, resize)
         planner = self.specs.planner(context.x64, fit, rows)
         plan = ReadingPlan(
             functions=UserFunctions(settings.transform, settings.collate, settings.seed, makes_examples=self.batch_size is not None),
@@ -155,7 +170,7 @@ class RunFactory:
             epochs=settings.epochs,
             batch_size=self.batch_size,
             remainder=settings.policy,
-            workers=self.workers,
+            crew=crew,
             read_ahead=settings.read_ahead,
             reuses_buffers=settings.reuses_buffers,
             in_processes=in_processes,
@@ -180,11 +195,31 @@ class RunFactory:
             transfer_limits=transfers,
             recorder=recorder,
             staging=staging,
-            workers=self.workers,
             context=context,
             loops=loops if self._may_be_async else None,
             copy_choice=choice,
         )
+
+    def _first_workers(self) -> int:
+        """How many threads the next run begins with: what the last one found out, but not so few that the first batch comes later for it."""
+        first = self._workers.first
+        if self._last_crew is None:
+            return first
+        crew, controller = self._last_crew
+        return crew.wanted if controller.is_lock_bound else max(first, crew.wanted)
+
+    def _control(self, crew: Crew, recorder: Recorder, queue: HostQueue, outbox: ReadyQueue, resize: Callable[[int], None]) -> None:
+        """Let the number of threads follow what the run needs."""
+        limits, workers, meter = self._limits, self._workers, WorkMeter(recorder.clock)
+
+        def bounds() -> Bounds:
+            most = limits.workers_with_room(workers.most)
+            return Bounds(min(workers.for_work, most), most)
+
+        measure = measure_of(recorder, queue, outbox, meter)
+        controller = Controller(measure())
+        crew.control = Control(controller.decide, measure, bounds, resize, meter, recorder.clock)
+        self._last_crew = crew, controller
 
     def _reader(self, plan: ReadingPlan, writer: Writer, source: Source, loops: Loops) -> Reader:
         if source.is_numbered is True:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -25,6 +26,10 @@ class _Empty(enum.Enum):
 
 EMPTY: Final = _Empty.EMPTY
 EmptyType: TypeAlias = Literal[_Empty.EMPTY]
+
+
+def _never() -> bool:
+    return False
 
 
 class QueueStats(msgspec.Struct, frozen=True):
@@ -126,10 +131,10 @@ class BoundedQueue(Generic[T]):
 
     # -- sending
 
-    def reserve(self) -> Ticket[T] | None:
-        """Wait for room and take a place. None: nothing more is wanted."""
-        while (ticket := self.reserve_nowait()) is None and not self._refusing:
-            self.senders.wait_measured(lambda: self._refusing or self.has_room, in_bursts=self.in_bursts)
+    def reserve(self, or_else: Callable[[], bool] = _never) -> Ticket[T] | None:
+        """Wait for room and take a place. None: nothing more is wanted, or `or_else()`; who makes that true wakes `senders`."""
+        while (ticket := self.reserve_nowait()) is None and not (self._refusing or or_else()):
+            self.senders.wait_measured(lambda: self._refusing or self.has_room or or_else(), in_bursts=self.in_bursts)
         return ticket
 
     def wait_room(self, timeout_seconds: float | None = None) -> bool:

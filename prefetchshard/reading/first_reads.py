@@ -79,7 +79,7 @@ class FirstReads(Dataset):
         return (
             own
             and not plan.in_processes
-            and plan.workers > 1
+            and (plan.workers > 1 or plan.is_controlled)
             and source.length > 1
             and (source.unsafe is not None or not source.was_watched)
         )

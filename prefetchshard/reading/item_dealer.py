@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from prefetchshard.base.position import EpochEnd
 from prefetchshard.leaves.copying import not_copied, private_copy
@@ -56,16 +56,35 @@ class ItemDealer:
         self._has_functions = plan.functions.transform is not None or plan.functions.collate is not None
         # Workers are told the end through it too: its put takes no lock that a finaliser could meet.
         self._jobs: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
-        self.interrupt = _Interrupt(self._jobs, plan.workers, None if self._processes is None else self._processes.pool.cancelled.give)
+        self.crew = plan.crew
+        self.interrupt = _Interrupt(self._jobs, None if self._processes is None else self._processes.pool.cancelled.give)
         self._copying = BatchCopying(plan, writer, self._worker, self._jobs)
 
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
-        workers = self._plan.workers if self._has_functions else self._copying.helpers if self._plan.batch_size is None else 0
-        return [("source", self._read), *((f"reader-{i}", self._work) for i in range(workers))]
+        workers = self.crew.bodies(self._work)
+        if not self._has_functions:
+            workers = workers[: self._copying.helpers if self._plan.batch_size is None else 0]
+        return [("source", self._read), *workers]
 
-    def _work(self) -> None:
-        self._worker.work(self._jobs.get)
+    def _work(self, number: int) -> None:
+        if self._plan.is_controlled:
+            self.crew.work(number, self._worker.do, self._deal, self._work, self._recall)
+        else:
+            self._worker.work(self._deal)
+
+    def _deal(self) -> Part | None:
+        """The next part; None: there is no more, or this thread is one too many."""
+        while (part := self._jobs.get()) is _LOOK:
+            if self.crew.is_dismissed():
+                return None
+        if part is None:
+            self._jobs.put(None)  # for the next one: nobody counts how many there are
+        return part
+
+    def _recall(self, workers: int) -> None:
+        for _ in range(workers):
+            self._jobs.put(_LOOK)
 
     def close_from_outside(self) -> None:
         if self._processes is not None:
@@ -324,10 +343,9 @@ class _Interrupt:
         items: tells the items that are pulled now, where they have to be told.
     """
 
-    def __init__(self, jobs: queue.SimpleQueue[Part | None], workers: int, wake: Callable[[], None] | None) -> None:
+    def __init__(self, jobs: queue.SimpleQueue[Part | None], wake: Callable[[], None] | None) -> None:
         self.items: Callable[[], None] | None = None
         self._jobs = jobs
-        self._workers = workers
         self._wake = wake
 
     def __call__(self) -> None:
@@ -339,8 +357,11 @@ class _Interrupt:
         self.dismiss_workers()
 
     def dismiss_workers(self) -> None:
-        for _ in range(self._workers):
-            self._jobs.put(None)
+        self._jobs.put(None)
+
+
+_LOOK: Final = Part(None, 0, 0)
+"""A thread that gets it looks whether it is one too many."""
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ from prefetchshard.base.position import StartPoint
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.planning.host_batch import EpochMark, HostBatch
 from prefetchshard.queues.bounded_queue import BoundedQueue, Ticket
+from prefetchshard.reading.crew import Crew
 from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.sources.arrays import Rows
 
@@ -33,7 +34,7 @@ class ReadingPlan(msgspec.Struct):
         epochs: in this run; None for ever.
         batch_size: rows of a batch; None where the source makes the batches.
         remainder: the policy.
-        workers: threads.
+        crew: the reader threads.
         read_ahead: the most batches that may be read and not delivered; None: as the other bounds allow.
         reuses_buffers: an iterator may overwrite an item as soon as it is asked for the next one.
         in_processes: each worker has a process under it.
@@ -46,10 +47,20 @@ class ReadingPlan(msgspec.Struct):
     epochs: int | None
     batch_size: int | None
     remainder: Policy
-    workers: int
+    crew: Crew
     read_ahead: int | None
     reuses_buffers: bool
     in_processes: bool = False
+
+    @property
+    def workers(self) -> int:
+        """Reader threads at present."""
+        return self.crew.wanted
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether there may be more or fewer of them later."""
+        return self.crew.control is not None
 
     @property
     def collates_in_processes(self) -> bool:
@@ -121,6 +132,11 @@ class Reader(Protocol):
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
         """What each of its threads does: a name and a function."""
+        ...
+
+    @property
+    def crew(self) -> Crew:
+        """Its threads that do parts of batches."""
         ...
 
     @property

@@ -6,7 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Final, Literal
 
 from prefetchshard.base.position import EpochEnd
 from prefetchshard.base.waiters import Waiters
@@ -36,8 +36,17 @@ LEAST_PROCESS_SECONDS = 0.05
 """The same where a process does them, of which each part costs the parent its lock: with 0.05, 0.01 and 0.005 14 processes made 706, 597 and 508
 batches of 256 examples a second (`examples`, one H200, 16 cores), 8 made 469, 450 and 460."""
 
+FIRST_PARTS = 16
+"""Into so many parts the first batch is cut at least, where there may soon be more threads: those that come then find some left."""
+
+MOST_PART_SECONDS = 0.1
+"""Examples are dealt in shorter runs than this, where the number of threads is looked at after each: a slow source is soon seen to be one."""
+
 ORDER_ROWS = 4096
 """A shuffled order is worked out for so many rows at once: the arithmetic costs little more for them than for a hundred."""
+
+
+_END: Final = object()
 
 
 class RowDealer:
@@ -54,6 +63,7 @@ class RowDealer:
     def __init__(self, plan: ReadingPlan, writer: Writer, source: Arrays | Dataset, order: EpochOrder, tree: BatchTree | None) -> None:
         self._plan = plan
         self._order = order
+        self.crew = plan.crew
         self.helpers: list[threading.Thread] = []
         reads = source
         if isinstance(source, Dataset) and FirstReads.are_wanted(source, plan):
@@ -71,12 +81,13 @@ class RowDealer:
         self._processes = ProcessWorker(plan, writer, source, self.closing_in) if plan.in_processes else None
         self._worker = self._processes or Worker(plan, writer, reads, tree)
         self._lock = threading.Lock()  # guards _parts, and with it everything that comes next
-        self._parts: Iterator[Part] | None = None  # made by the first who asks: what was not begun would hold this for ever
+        self._parts: Iterator[Part | None] | None = None  # made by the first who asks: what was not begun would hold this for ever
         self._epoch = plan.start.epoch
         self._began = False
         self._ahead: tuple[int, int, int, Rows] = (-1, 0, 0, slice(0, 0))  # epoch, positions and rows that were worked out last
         self._next_begins: Literal["part", "batch", "epoch"] = "epoch"
         self._ticket: HostTicket | None = None  # of the next batch, where it was taken before that is dealt
+        self._asks_for_many = isinstance(source, Dataset) and source.reads_many
         self._part_rows, self._least_rows = self._choose_part_rows()
         self._in_use = _InUse()
         self.interrupt: Callable[[], None] = self._in_use.wake
@@ -91,17 +102,22 @@ class RowDealer:
 
     @property
     def bodies(self) -> Sequence[tuple[str, Callable[[], None]]]:
-        return [(f"reader-{i}", self._work) for i in range(self._plan.workers)]
+        return self.crew.bodies(self._work)
 
-    def _work(self) -> None:
+    def _work(self, number: int) -> None:
         try:
             if self._processes is not None:
                 self._processes.work(self.deal, self.deal_at_once)
+            elif self._plan.is_controlled:
+                self.crew.work(number, self._worker.do, self.deal, self._work, self._recall)
             else:
                 self._worker.work(self.deal)
         finally:
             if self._dataset is not None:
                 self._leave(self._dataset)
+
+    def _recall(self, _: int) -> None:
+        self._plan.out.senders.wake()  # who waits for room; if it leaves, the next one comes to the same place
 
     def _leave(self, dataset: Dataset) -> None:
         ident = threading.get_ident()
@@ -118,9 +134,9 @@ class RowDealer:
             self._processes.pool.end_all()
 
     def deal(self) -> Part | None:
-        """The next run of rows; None: there is no more, or nothing more is wanted."""
+        """The next run of rows; None: there is no more, or nothing more is wanted, or this thread is one too many."""
         with self._lock:
-            return self._deal()
+            return None if self.crew.is_dismissed() else self._deal()
 
     def deal_at_once(self) -> Part | None:
         """The same where nothing has to be waited for, else None; for a worker that has a part already.
@@ -143,25 +159,29 @@ class RowDealer:
         try:
             if self._parts is None:
                 self._parts = self._deal_all()
-            part = next(self._parts, None)
+            part: Any = next(self._parts, _END)
         except BaseException as error:  # noqa: BLE001 - a thread has no caller, and `set_epoch` is the source's code
             self._plan.out.end(ReadFailure(error, "starting an epoch", self._epoch, of_batch=False))
             return None
-        if part is None:
+        if part is _END:
             self._plan.out.end()
-        elif self._told is not None:
+            return None
+        if part is not None and self._told is not None:
             self._in_use.enter()
         return part
 
-    def _deal_all(self) -> Iterator[Part]:
-        """Every part of the run, in order. Runs on under the lock, in whichever worker asks."""
+    def _deal_all(self) -> Iterator[Part | None]:
+        """Every part of the run, in order. Runs on under the lock, in whichever worker asks; None where that is to leave instead."""
         plan, order = self._plan, self._order
         for epoch in plan.epoch_numbers():
             self._begin(epoch)
             done = self._rows_done(epoch)
             is_empty, span = done == 0, order.span(done)
             while span is not None:
-                ticket, self._ticket = self._ticket or plan.out.reserve(), None
+                ticket, self._ticket = self._ticket or plan.out.reserve(self.crew.is_dismissed), None
+                if ticket is None and self.crew.is_dismissed():
+                    yield None
+                    continue
                 if ticket is None:
                     return
                 (start, done), is_empty = span, False
@@ -221,7 +241,7 @@ class RowDealer:
         if plan.collates_in_processes:
             return plan.batch_size, plan.batch_size
         if gathers is None:
-            return -(-plan.batch_size // plan.workers), 1
+            return plan.batch_size, 1  # see `_rows_of_a_worker`
         if plan.functions.collate is not None:
             return plan.batch_size, plan.batch_size
         row_bytes = sum(leaf[:1].nbytes for leaf in gathers.leaves) or 1
@@ -238,10 +258,23 @@ class RowDealer:
             if processes is not None:
                 rows = LEAST_PROCESS_SECONDS / processes.process_row_seconds
             enough = 0 if first else math.ceil(rows)
-            size = max(1, min(count, max(self._part_rows, enough)))
+            size = max(1, min(count, max(self._rows_of_a_worker(is_first=first), enough)))
             return size if processes is None else -(-count // -(-count // size))  # even ones
         together = plan.workers if first else -(-plan.workers // plan.batches_at_once)
         return max(self._least_rows, min(self._part_rows, -(-count // together)))
+
+    def _rows_of_a_worker(self, *, is_first: bool) -> int:
+        """Rows of a part of examples."""
+        plan = self._plan
+        if plan.batch_size is None or plan.collates_in_processes:
+            return self._part_rows
+        rows = -(-plan.batch_size // plan.workers)
+        if plan.in_processes or not plan.is_controlled or self._asks_for_many:  # asking for fewer at once may take as long
+            return rows
+        row_seconds = self._worker.row_seconds
+        if is_first or row_seconds == math.inf:
+            return min(rows, -(-plan.batch_size // FIRST_PARTS))
+        return min(rows, max(1, int(MOST_PART_SECONDS / row_seconds)))
 
     # -- order
 

@@ -60,7 +60,7 @@ class Worker:
         self._source = source
 
     def work(self, deal: Callable[[], Part | None]) -> None:
-        """Do what is dealt out until there is no more."""
+        """Do what is dealt out until there is no more. Where threads come and go, `Crew.work` does this."""
         meter, clock = self._plan.recorder.meter("readers"), self._plan.recorder.clock
         while (part := _waited_for(deal, meter, clock)) is not None:
             self.do(part)

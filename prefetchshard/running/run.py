@@ -42,7 +42,6 @@ class Run:
         transfer_limits: how many transfers may be pending.
         recorder: measures what its threads do.
         staging: the staging ring.
-        workers: number of reader threads, for the statistics.
         context: the caller's JAX settings.
         loops: in which an async source is pulled; None where there is none for sure.
         copy_choice: how it copies, which may be found out beside its first batches.
@@ -60,7 +59,6 @@ class Run:
         transfer_limits: TransferLimits,
         recorder: Recorder,
         staging: Staging,
-        workers: int,
         context: JaxContext,
         loops: Loops | None,
         copy_choice: CopyChoice,
@@ -74,7 +72,7 @@ class Run:
         self._interrupt = reader.interrupt
         self._inbox = inbox
         self._staging = staging
-        self._workers = workers
+        self._crew = reader.crew
         self._pid = os.getpid()
         self._exit = EXIT  # an attribute outlives the module
         self._waited = False  # whether a close has waited for the threads; later ones need not
@@ -91,6 +89,7 @@ class Run:
             on_leave=lambda: None if (run := this()) is None else run._thread_left(),
         )
         copy_choice.start = lambda name, body: None if (run := this()) is None else run._start_beside(name, body)
+        reader.crew.start = lambda name, body: (run := this()) is not None and run._start_reader(name, body)
         for name, body in reader.bodies:
             self.threads.add(name, body)
         self.threads.add("transfer", lambda: transfer(inbox, placer, outbox, transfer_limits, recorder), runs_source=False)
@@ -128,6 +127,12 @@ class Run:
             self.threads.add(name, body, runs_source=False)
         except RuntimeError as error:  # they come without what it finds out
             _log.info("run %#x does without its thread %s: %s", id(self), name, error)
+
+    def _start_reader(self, name: str, body: Callable[[], None]) -> bool:
+        if self.outbox.cancelled:
+            return False
+        self.threads.add(name, body)
+        return True
 
     def _may_begin(self) -> bool:
         if at_exit.is_exiting():  # exit may have stopped waiting for threads already
@@ -248,5 +253,5 @@ class Run:
     def stats(self) -> Stats:
         """The statistics so far."""
         return self.recorder.stats(
-            workers=self._workers, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats()
+            workers=self._crew.wanted, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats()
         )

@@ -78,10 +78,16 @@ class ThreadGroup:
         self._on_fault = on_fault
         self._on_leave = on_leave
         self._threads: dict[GroupThread, None] = {}  # in the order in which they were added
+        # The caller's, for those that join later too: whoever adds them may be running the source's own code
+        self._variables = contextvars.copy_context()
+        self._variables.run(leave_event_loop)
+        self._is_refusing = False
         self.has_begun = False
 
     def add(self, name: str, body: Callable[[], None], *, runs_source: bool = True) -> None:
         """Add a thread. It starts with the others, or at once if they have started, and leaves the group when its body returns.
+
+        Nothing starts once the group refuses.
 
         Raises:
             RuntimeError: no more threads can be started.
@@ -89,12 +95,13 @@ class ThreadGroup:
         for thread in list(self._threads):
             if thread.has_left and not thread.is_alive():
                 self._threads.pop(thread, None)
-        variables = contextvars.copy_context()
-        variables.run(leave_event_loop)
+        variables = self._variables.copy()
         bodies = [body]
         thread = GroupThread(name, lambda thread: variables.run(self._run, thread, bodies), runs_source=runs_source)
         self._threads[thread] = None
-        if self.has_begun:
+        if self._is_refusing:  # looked at after it can be found: either `refuse` finds it, or this sees that
+            self.refuse()
+        elif self.has_begun:
             run_uncut(self._start_all)
 
     def start(self) -> None:
@@ -118,7 +125,8 @@ class ThreadGroup:
                     raise
 
     def refuse(self) -> None:
-        """Prevent threads that have not started from starting."""
+        """Prevent threads that have not started from starting, and those that are added later."""
+        self._is_refusing = True
         for thread in list(self._threads):
             if thread.claim(_CLOSER):
                 thread.set_done()

@@ -1,0 +1,59 @@
+"""What the controller of the reader threads is told about its run. For now put together from what is measured anyway."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prefetchshard.measuring.recorder import Recorder
+from prefetchshard.queues.bounded_queue import BoundedQueue
+from prefetchshard.reading.controller import Load
+from prefetchshard.reading.work_meter import WorkMeter, queued_seconds
+
+SMOOTHING = 0.2
+"""The weight of the last look at the interpreter's lock."""
+
+
+def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[Any], meter: WorkMeter) -> Callable[[], Load]:
+    """A function that says what a run has done so far, called by its reader threads, one at a time.
+
+    Args:
+        recorder: of the run.
+        host: the queue of host batches.
+        ready: the queue of ready batches.
+        meter: of what the reader threads do.
+    """
+    clock = recorder.clock
+    began_at = clock()
+    contended = 0.0
+
+    def measure() -> Load:
+        nonlocal contended
+        before, queued = clock(), queued_seconds()
+        time.sleep(0)  # lets go of the interpreter's lock, and comes back when it is free
+        now = clock()
+        waited = max(0.0, now - before - (queued_seconds() - queued))
+        contended += SMOOTHING * (min(1.0, waited / sys.getswitchinterval()) - contended)
+        busy, cpu, queued_by_all, parts = meter.sums()
+        stall = recorder.stall_seconds
+        if not recorder.batches:
+            stall = now - began_at
+        elif len(ready.receivers):  # it waits now, and so far nobody counted that
+            step = (recorder.last_next_at - (recorder.first_next_at or 0.0) - stall) / recorder.batches
+            stall += max(0.0, now - recorder.last_next_at - step)
+        # Where the transfer did not wait for the readers either, it is not they who are slow
+        starved = host.receivers.waited_seconds + (now - recorder.last_next_at if len(host.receivers) else 0.0)
+        return Load(
+            at=now,
+            batches=recorder.batches,
+            stall_seconds=stall if not recorder.batches else min(stall, starved),
+            busy_seconds=busy,
+            cpu_seconds=cpu,
+            contended=contended,
+            parts=parts,
+            queued_seconds=queued_by_all,
+        )
+
+    return measure

@@ -1,4 +1,4 @@
-"""What the controller of the reader threads is told about its run. For now put together from what is measured anyway."""
+"""What the controller of the reader threads is told about its run, put together from what is measured anyway."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prefetchshard.measuring.recorder import Recorder
+from prefetchshard.measuring.recorder import Recorder, queued_seconds
 from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.controller import Load
-from prefetchshard.reading.work_meter import WorkMeter, queued_seconds
 
 SMOOTHING = 0.2
 """The weight of the last look at the interpreter's lock."""
 
 
-def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[Any], meter: WorkMeter) -> Callable[[], Load]:
+def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[Any]) -> Callable[[], Load]:
     """A function that says what a run has done so far, called by its reader threads, one at a time.
 
     Args:
         recorder: of the run.
         host: the queue of host batches.
         ready: the queue of ready batches.
-        meter: of what the reader threads do.
     """
     clock = recorder.clock
     began_at = clock()
@@ -36,7 +34,7 @@ def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[
         now = clock()
         waited = max(0.0, now - before - (queued_seconds() - queued))
         contended += SMOOTHING * (min(1.0, waited / sys.getswitchinterval()) - contended)
-        busy, cpu, queued_by_all, parts = meter.sums()
+        busy, cpu, queued_by_all, parts = recorder.readers_now()
         stall = recorder.stall_seconds
         if not recorder.batches:
             stall = now - began_at

@@ -33,7 +33,6 @@ from prefetchshard.reading.reading_plan import HostQueue, Reader, ReadingPlan
 from prefetchshard.reading.row_dealer import RowDealer
 from prefetchshard.reading.sequencer import Sequencer
 from prefetchshard.reading.user_functions import UserFunctions
-from prefetchshard.reading.work_meter import WorkMeter
 from prefetchshard.reading.writing import Writer
 from prefetchshard.resuming.handed_out import check_one_shot, fingerprint_of, next_run, rows_left, start_point_of
 from prefetchshard.resuming.replay import ReplayedSource
@@ -69,6 +68,7 @@ class RunFactory:
     def __init__(self, source: Any, sharding: Any, host: Any, settings: Settings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
+        self._cpus = cpu_count()  # which reads some files
         self._pid = os.getpid()
         self._given = source
         refuse_as_sharding(sharding)
@@ -210,15 +210,15 @@ class RunFactory:
 
     def _control(self, crew: Crew, recorder: Recorder, queue: HostQueue, outbox: ReadyQueue, resize: Callable[[int], None]) -> None:
         """Let the number of threads follow what the run needs."""
-        limits, workers, meter = self._limits, self._workers, WorkMeter(recorder.clock)
+        limits, workers = self._limits, self._workers
 
         def bounds() -> Bounds:
             most = limits.workers_with_room(workers.most)
             return Bounds(min(workers.for_work, most), most)
 
-        measure = measure_of(recorder, queue, outbox, meter)
+        measure = measure_of(recorder, queue, outbox)
         controller = Controller(measure())
-        crew.control = Control(controller.decide, measure, bounds, resize, meter, recorder.clock)
+        crew.control = Control(controller.decide, measure, bounds, resize, recorder)
         self._last_crew = crew, controller
 
     def _reader(self, plan: ReadingPlan, writer: Writer, source: Source, loops: Loops) -> Reader:
@@ -263,8 +263,8 @@ class RunFactory:
 
     # -- looking
 
-    def setup(self) -> Setup:
-        """How the loader was made, with what is known of its batches."""
+    def setup(self, workers: int) -> Setup:
+        """How the loader was made, with what is known of its batches; `workers`: reader threads."""
         settings, source = self._settings, self._source
         leaves = self.specs.known() or ()
         total = sum(leaf.bytes_per_device for leaf in leaves)
@@ -275,12 +275,12 @@ class RunFactory:
             source=source.kind,
             is_numbered=source.is_numbered is True,
             is_memory=source.is_memory is True,
-            workers=self.workers,
-            processes=self.workers if takes_processes(source, settings) else 0,
+            workers=workers,
+            processes=workers if takes_processes(source, settings) else 0,
             has_functions=settings.transform is not None or settings.collate is not None,
             reuses_buffers=settings.reuses_buffers,
             depth=settings.depth,
-            cpus=cpu_count(),
+            cpus=self._cpus,
             platform=self._device.platform,
             wide_share=wide / total if total else 0.0,
         )

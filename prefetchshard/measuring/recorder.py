@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from prefetchshard.base.clock import Clock
 from prefetchshard.measuring.delivered import Delivered
@@ -26,11 +28,26 @@ Role: TypeAlias = Literal["source", "readers", "others"]
 CPU_EVERY_SECONDS = 0.02
 """A thread looks at its CPU clock this often: each look is a system call."""
 
+SCHEDULING = "/proc/thread-self/schedstat"
+"""Of this thread, where there is such a file: nanoseconds on a CPU, and nanoseconds in which it could run and had none."""
+
 RECENT = 256
 """Batches whose times are kept, for traces and for summing up."""
 
 SUM_EVERY = 64
 """Batches that are summed up at once, since sums over arrays cost 1 us a batch and others 5 (`bench/handover.py`'s machine)."""
+
+
+T = TypeVar("T")
+
+
+def queued_seconds() -> float:
+    """For how long this thread has waited for a CPU so far; 0.0 where nobody counts that."""
+    try:
+        with open(SCHEDULING, "rb") as file:
+            return int(file.read().split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class Meter:
@@ -42,26 +59,19 @@ class Meter:
         busy: seconds of each kind of work; of work that ended.
         waited_seconds: for something to do: for room where it takes rows by number, for input where others pull.
         cpu_seconds: of the thread, up to a moment ago.
+        queued_seconds: in which it could run and had no CPU, up to a moment ago; 0.0 where the system does not tell.
+        parts: pieces of work that it has done.
         span: what it is doing now.
 
     Thread safety: written by its thread alone.
     """
 
     __slots__ = (
-        "_cpu_at",
-        "_cpu_clock",
-        "_cpu_from",
-        "busy",
-        "cpu_seconds",
-        "ident",
-        "role",
-        "span",
-        "thread",
-        "version",
-        "waited_seconds",
-    )
+        "_clock", "_cpu_at", "_cpu_clock", "_cpu_from", "_cpu_id", "_queued_from", "busy", "cpu_seconds", "ident", "parts", "queued_seconds",
+        "role", "span", "thread", "version", "waited_seconds",
+    )  # fmt: skip
 
-    def __init__(self, role: Role, cpu_clock: Clock) -> None:
+    def __init__(self, role: Role, clock: Clock, cpu_clock: Clock) -> None:
         thread = threading.current_thread()
         self.thread = thread.name
         self.ident = threading.get_ident()
@@ -71,15 +81,40 @@ class Meter:
         self.cpu_seconds = 0.0
         self.span: Span | None = None
         self.version = 0  # odd while `busy` and `span` change
+        self.parts = 0
+        self.queued_seconds = 0.0
+        self._queued_from = queued_seconds()
+        self._clock = clock
         self._cpu_clock = cpu_clock
         self._cpu_from = cpu_clock()
-        self._cpu_at = 0.0
+        self._cpu_at = -math.inf
+        # Of the thread itself, so that others can ask it while the thread lives
+        has_id = cpu_clock is time.thread_time and hasattr(time, "pthread_getcpuclockid")
+        self._cpu_id = time.pthread_getcpuclockid(self.ident) if has_id else None
 
     def look_at_cpu(self, now: float) -> None:
-        """Take the CPU clock, unless that was done a moment ago."""
+        """Take the CPU clock, unless that was done a moment ago. By its thread."""
         if now - self._cpu_at >= CPU_EVERY_SECONDS:
             self._cpu_at = now
             self.cpu_seconds = self._cpu_clock() - self._cpu_from
+            self.queued_seconds = queued_seconds() - self._queued_from
+
+    def cpu_now(self) -> float:
+        """CPU seconds of the thread, which must not end meanwhile; where that cannot be asked, up to a moment ago."""
+        return self.cpu_seconds if self._cpu_id is None else time.clock_gettime(self._cpu_id) - self._cpu_from
+
+    def leave(self) -> None:
+        """Its thread ends."""
+        self._cpu_at = -math.inf
+        self.look_at_cpu(self._clock())
+        self._cpu_id = None
+
+    def wait_for(self, get: Callable[[], T]) -> T:
+        """What `get()` returns, which waits for it. By its thread."""
+        began = self._clock()
+        found = get()
+        self.waited_seconds += self._clock() - began
+        return found
 
     def seconds(self, now: float) -> dict[Work, float]:
         """Of each kind of work, with what is going on. From any thread."""
@@ -154,6 +189,7 @@ class Span:
         for work, took in seconds.items():
             busy[work] += took
         meter.span = self.outer
+        meter.parts += 1
         meter.version += 1
         meter.look_at_cpu(now)
         return now - self.began_at
@@ -209,9 +245,14 @@ class Recorder:
         try:
             return self._mine.meter
         except AttributeError:
-            meter = self._mine.meter = Meter(role, self._cpu_clock)
+            meter = self._mine.meter = Meter(role, self.clock, self._cpu_clock)
             self._meters.append(meter)
             return meter
+
+    def leave(self) -> None:
+        """The calling thread ends."""
+        with self._lock:
+            self.meter().leave()
 
     def count(self, *, dropped: int = 0, padded: int = 0, replayed: int = 0) -> None:
         """Add rows, or items, from any thread."""
@@ -229,6 +270,18 @@ class Recorder:
     def working(self) -> Sequence[tuple[Meter, Span]]:
         """What threads are doing now."""
         return [(meter, span) for meter in list(self._meters) if (span := meter.span) is not None]
+
+    def readers_now(self) -> tuple[float, float, float, int]:
+        """Of all reader threads, with what is going on: busy seconds, CPU seconds, seconds without a CPU, and parts that are done."""
+        now, busy, cpu, queued, parts = self.clock(), 0.0, 0.0, 0.0, 0
+        with self._lock:  # a thread whose CPU clock is read must not end meanwhile
+            for meter in list(self._meters):
+                if meter.role == "readers":
+                    busy += sum(meter.seconds(now).values())
+                    cpu += meter.cpu_now()
+                    queued += meter.queued_seconds
+                    parts += meter.parts
+        return busy, cpu, queued, parts
 
     # -- batches that were handed out
 

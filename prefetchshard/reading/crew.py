@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from prefetchshard.base.clock import MONOTONIC, Clock
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.reading.controller import Bounds, Decision, Load
-from prefetchshard.reading.work_meter import WorkMeter
 
 GLANCE_SECONDS = 0.005
 """The controller is asked at most so often."""
@@ -30,8 +29,7 @@ class Control:
         measure: what the run has done so far.
         bounds: how many threads there may be.
         resize: called with each new number before threads come, and after they were told to go.
-        meter: of what the threads do.
-        clock: monotonic seconds.
+        recorder: of what the threads do.
     """
 
     def __init__(
@@ -40,16 +38,15 @@ class Control:
         measure: Callable[[], Load],
         bounds: Callable[[], Bounds],
         resize: Callable[[int], None],
-        meter: WorkMeter,
-        clock: Clock = MONOTONIC,
+        recorder: Recorder,
     ) -> None:
         self.decide = decide
         self.measure = measure
         self.bounds = bounds
         self.resize = resize
-        self.meter = meter
-        self.clock = clock
-        self.due_at = clock() + GLANCE_SECONDS
+        self.recorder = recorder
+        self.clock = recorder.clock
+        self.due_at = recorder.clock() + GLANCE_SECONDS
         self.lock = threading.Lock()  # held by the thread that looks; nobody waits for it
 
 
@@ -105,19 +102,15 @@ class Crew:
         control = self.control
         assert control is not None
         self._mine.number = number
-        control.meter.enter()
+        meter = control.recorder.meter("readers")
         try:
-            while not self.is_dismissed() and (part := deal()) is not None:
-                control.meter.begin()
-                try:
-                    do(part)
-                finally:
-                    control.meter.end()
+            while not self.is_dismissed() and (part := meter.wait_for(deal)) is not None:
+                do(part)
                 del part  # while the next one is waited for it would hold what it copied
                 if control.clock() >= control.due_at:
                     self._look(control, hire, recall)
         finally:
-            control.meter.leave()
+            control.recorder.leave()
             with self._lock:
                 if not self._mine.is_dismissed:
                     self._present.discard(number)

@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prefetchshard.base.clock import Clock
 from prefetchshard.base.errors import NarrowingError
 from prefetchshard.leaves.copying import not_copied, private_copy
-from prefetchshard.measuring.recorder import Meter, Span
+from prefetchshard.measuring.recorder import Span
 from prefetchshard.measuring.timeline import Work
 from prefetchshard.planning.plan import HostPlan
 from prefetchshard.reading.open_batch import OpenBatch
@@ -61,10 +60,14 @@ class Worker:
 
     def work(self, deal: Callable[[], Part | None]) -> None:
         """Do what is dealt out until there is no more. Where threads come and go, `Crew.work` does this."""
-        meter, clock = self._plan.recorder.meter("readers"), self._plan.recorder.clock
-        while (part := _waited_for(deal, meter, clock)) is not None:
-            self.do(part)
-            del part  # while the next one is waited for it would hold what it copied
+        recorder = self._plan.recorder
+        meter = recorder.meter("readers")
+        try:
+            while (part := meter.wait_for(deal)) is not None:
+                self.do(part)
+                del part  # while the next one is waited for it would hold what it copied
+        finally:
+            recorder.leave()
 
     def do(self, part: Part) -> None:
         """Do a part; send its batch where it was the last one."""
@@ -242,10 +245,3 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - as above
             span.end()
             batch.fail(error, stage, None if batch.host.examples is None else (batch.first_row, batch.first_row + batch.host.examples))
-
-
-def _waited_for(deal: Callable[[], Part | None], meter: Meter, clock: Clock) -> Part | None:
-    began = clock()
-    part = deal()
-    meter.waited_seconds += clock() - began
-    return part

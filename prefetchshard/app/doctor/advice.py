@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prefetchshard.app.doctor.facts import Cpus, Devices, Failed, HostMemory, Versions
 from prefetchshard.app.doctor.measurements import Bus, HostCopies
 from prefetchshard.app.doctor.report import Findings, Suggestion
-from prefetchshard.building.choices import MOST_WORKERS
+from prefetchshard.building.choices import MOST_AT_WORK
 
 NOTHING = "nothing to mend"
 CPUS_PER_DEVICE = 4
@@ -80,8 +80,8 @@ def _for_arrays(findings: Findings, cpus: int) -> Suggestion:
         workers, reason = _enough_threads(copies, None if isinstance(bus, Failed) else bus)
     if workers == 1 and cpus > 1:
         workers, reason = 2, f"while one waits the other copies; {reason}"
-    if workers > MOST_WORKERS:
-        workers, reason = MOST_WORKERS, "more threads wait for each other"
+    if workers > MOST_AT_WORK:
+        workers, reason = MOST_AT_WORK, "more threads wait for each other"
     return Suggestion("arrays", workers, False, 2, reason)
 
 

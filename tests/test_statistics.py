@@ -314,7 +314,7 @@ def test_the_text_has_the_verdict_first_and_then_a_table() -> None:
     text = str(stats_of(recorder, dropped_rows=3))
     lines = text.splitlines()
     assert lines[0] == str(stats_of(recorder).verdict)
-    assert text.startswith("Bound by reading: waiting takes 25.0 % of the time, and without it the loop would be at most ")
+    assert text.startswith("Bound by reading: waiting takes 25.0 % of the steady time, and without it the loop would be at most ")
     assert lines[2].split() == ["ms", "a", "batch", "mean", "p50", "p90", "p99", "largest", "at", "step"]
     assert [line.split()[0] for line in lines[3:9]] == ["next()", "step", "reading", "transform", "copying", "transferring"]
     assert lines[3].split()[1] == "1000.000"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from prefetchshard.measuring.distribution import Distribution, bucket_of
 from prefetchshard.measuring.locking import Locking
 from prefetchshard.measuring.setup import Setup
 from prefetchshard.measuring.verdict import NEXT_SECONDS, Measured, Verdict, judge
+from support import REPOSITORY, run_command
 
 COUNT = 100
 NONE = (0, 0.0, 0.0)
@@ -44,7 +46,10 @@ def gain(now: float, then: float) -> Any:
 def test_a_loop_that_hardly_waits_is_bound_by_its_step() -> None:
     verdict = judge(measured(stalled={"reading": 0.0005}), DATASET)
     assert verdict == Verdict("consumer", pytest.approx(0.5 / 10.5), pytest.approx(0.05), "")
-    assert str(verdict) == "Bound by the consumer: the step waits for input 4.8 % of its time, so that no loader makes this loop faster."
+    assert (
+        str(verdict)
+        == "Bound by the consumer: the step waits for input 4.8 % of the steady time, so that no loader makes this loop faster."
+    )
     assert repr(verdict) == str(verdict)
 
 
@@ -178,3 +183,20 @@ def test_advice_is_in_words_of_the_interface(setup: Setup, bound: str, readers: 
     assert advice in verdict.advice
     assert str(verdict).count(". ") == 0, "one sentence"
     assert verdict.advice in str(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (REPOSITORY / "bench").is_dir(), reason="bench/ is not here")
+def test_real_loops_are_named() -> None:
+    """Those that sleep, so that a busy machine hardly changes them; there are more, and it compares what was promised."""
+    names = [
+        "slow step",
+        "late start",
+        "one stall",
+        "transform of four, reading of one",
+        "reading of four, transform of one",
+        "sleeping generator",
+        "slow collate",
+    ]
+    done = run_command([sys.executable, str(REPOSITORY / "bench" / "verdicts.py"), "--runs", "1", "--only", *names])
+    assert done.stdout.count(" 1 of 1 ") == len(names), done.stdout + done.stderr

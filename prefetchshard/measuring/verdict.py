@@ -63,7 +63,7 @@ class Verdict(msgspec.Struct, frozen=True):
         """One sentence."""
         lost = f"{100 * self.lost_share:.1f} %"
         if self.bound == "consumer":
-            return f"Bound by the consumer: the step waits for input {lost} of its time, so that no loader makes this loop faster."
+            return f"Bound by the consumer: the step waits for input {lost} of the steady time, so that no loader makes this loop faster."
         what = "start-up" if self.bound == "start-up" else "the interpreter's lock" if self.bound == "lock" else self.bound
         gain = (
             f"at most {100 * self.possible_gain:.0f} % faster"
@@ -71,7 +71,8 @@ class Verdict(msgspec.Struct, frozen=True):
             else f"at most {1 + self.possible_gain:.1f} times as fast"
         )
         advice = f": {self.advice}" if self.advice else ""
-        return f"Bound by {what}: waiting takes {lost} of the time, and without it the loop would be {gain}{advice}."
+        time = "time" if self.bound == "start-up" else "steady time"
+        return f"Bound by {what}: waiting takes {lost} of the {time}, and without it the loop would be {gain}{advice}."
 
     def __repr__(self) -> str:
         return str(self)  # what a notebook shows

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from prefetchshard.base.clock import Clock
 from prefetchshard.measuring.delivered import Delivered
 from prefetchshard.measuring.locking import LockProbes
+from prefetchshard.measuring.profiling import annotate, is_taken, leave
 from prefetchshard.measuring.setup import Setup
 from prefetchshard.measuring.stats import Stages, Stats, ThreadTimes
 from prefetchshard.measuring.timeline import STAGE_OF, STAGES, BatchTimes, PartTimes, Work
@@ -33,6 +34,20 @@ SUM_EVERY = 64
 """Batches that are summed up at once, since sums over arrays cost 1 us a batch and others 5 (`bench/handover.py`'s machine)."""
 
 
+class TransferWork(NamedTuple):
+    """What the transfer thread does.
+
+    Attributes:
+        work: "dispatching" a transfer, "waiting" for one, or "finishing" a batch whose transfer is done.
+        times: of the batch.
+        ident: of the thread.
+    """
+
+    work: Literal["dispatching", "waiting", "finishing"]
+    times: BatchTimes
+    ident: int
+
+
 class Meter:
     """What one thread spends its time on.
 
@@ -47,7 +62,19 @@ class Meter:
     Thread safety: written by its thread alone.
     """
 
-    __slots__ = ("_cpu_at", "_cpu_clock", "_cpu_from", "busy", "cpu_seconds", "ident", "role", "span", "thread", "version", "waited_seconds")
+    __slots__ = (
+        "_cpu_at",
+        "_cpu_clock",
+        "_cpu_from",
+        "busy",
+        "cpu_seconds",
+        "ident",
+        "role",
+        "span",
+        "thread",
+        "version",
+        "waited_seconds",
+    )
 
     def __init__(self, role: Role, cpu_clock: Clock) -> None:
         thread = threading.current_thread()
@@ -102,7 +129,7 @@ class Span:
         outer: what the thread had begun before and goes on with afterwards.
     """
 
-    __slots__ = ("_clock", "_meter", "began_at", "entered_at", "outer", "seconds", "times", "work")
+    __slots__ = ("_annotation", "_clock", "_meter", "began_at", "entered_at", "outer", "seconds", "times", "work")
 
     def __init__(self, recorder: Recorder, work: Work, times: BatchTimes) -> None:
         self._clock = recorder.clock
@@ -111,6 +138,7 @@ class Span:
         self.seconds: dict[Work, float] = {work: 0.0}
         self.work: Work = work
         self.outer = meter.span
+        self._annotation = annotate(work, epoch=times.epoch, row=times.row) if is_taken() else None
         self.began_at = self.entered_at = self._clock()
         meter.span = self
 
@@ -143,6 +171,8 @@ class Span:
             busy[work] += took
         meter.span = self.outer
         meter.version += 1
+        if self._annotation is not None:
+            leave(self._annotation)
         meter.look_at_cpu(now)
         return now - self.began_at
 
@@ -160,6 +190,7 @@ class Recorder:
         setup: how the loader was made, for advice.
         summed: batches that were handed out and are summed up.
         warm_up: how many batches may be read ahead before the loop begins.
+        transferring: what the transfer thread does, or did last; None where it has no batch.
 
     Thread safety: every method from any thread; the consumer's attributes from the consumer only.
     """
@@ -170,6 +201,7 @@ class Recorder:
         self.locking = LockProbes()
         self.setup = Setup()
         self.warm_up = 0
+        self.transferring: TransferWork | None = None
         self._cpu_clock = cpu_clock
         self._mine = threading.local()
         self._meters: deque[Meter] = deque()

@@ -147,6 +147,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     device_memory: int | None
     host_memory: int | None
     snapshot_every: int | None = 1
+    stall_warning_seconds: float | None = 60.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch_size, PerDevice):
@@ -160,6 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         at_least("epochs", self.epochs, 1, "; None for ever", optional=True)
         at_least("microbatches", self.microbatches, 1, optional=True)
         at_least("snapshot_every", self.snapshot_every, 1, "; None: never", optional=True)
+        _seconds("stall_warning_seconds", self.stall_warning_seconds)
         if not isinstance(self.workers, Processes) and self.workers != "auto":
             at_least("workers", self.workers, 1, "; 'auto' to choose, or ps.Processes(n)", most=MOST_WORKERS)
         _booleans(shuffle=self.shuffle, reuses_buffers=self.reuses_buffers)
@@ -206,6 +208,13 @@ def _plain_integers(struct: msgspec.Struct) -> None:
         value: Any = getattr(struct, name)
         if issubclass(type(value), np.integer):
             msgspec.structs.force_setattr(struct, name, int(value))
+
+
+def _seconds(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
+        raise ConfigError(f"{name}={shown(value)}: a positive number of seconds; None: never")
 
 
 def _booleans(**values: object) -> None:

@@ -75,6 +75,7 @@ class RunFactory:
         rules: ShardingRules = resolve(sharding, host)
         self.batch_size = global_rows(settings, rules)
         self.workers = choose_workers(self._source, settings)
+        self.stall_warning_seconds = settings.stall_warning_seconds
         check_source(self._source, settings)
         check_rows(rules, settings, self.batch_size)
         self._device_transform = None if settings.device_transform is None else DeviceTransform(settings.device_transform, settings.seed)
@@ -233,7 +234,9 @@ class RunFactory:
         settings, source = self._settings, self._source
         leaves = self.specs.known() or ()
         total = sum(leaf.bytes_per_device for leaf in leaves)
-        wide = sum(leaf.bytes_per_device for leaf in leaves if getattr(leaf.dtype, "kind", "V") in "iuf" and leaf.dtype.itemsize >= WIDE_BYTES)
+        wide = sum(
+            leaf.bytes_per_device for leaf in leaves if getattr(leaf.dtype, "kind", "V") in "iuf" and leaf.dtype.itemsize >= WIDE_BYTES
+        )
         return Setup(
             source=source.kind,
             is_numbered=source.is_numbered is True,

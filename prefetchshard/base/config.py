@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -24,6 +25,9 @@ reads takes memory of its own."""
 
 MOST_PROCESSES = 256
 """Each takes some ten megabytes at least, and an interpreter's start-up."""
+
+MOST_SECONDS = 1e9
+"""Thirty years; integers go on where floats cannot follow."""
 
 Narrow: TypeAlias = Literal["check", "error", "allow"]
 
@@ -213,7 +217,8 @@ def _plain_integers(struct: msgspec.Struct) -> None:
 def _seconds(name: str, value: object) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) > 0:
+    number = cast("float", value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else 0
+    if not (0 < number <= MOST_SECONDS or number == math.inf):
         raise ConfigError(f"{name}={shown(value)}: a positive number of seconds; None: never")
 
 

@@ -114,8 +114,10 @@ class Placer:
 
     def dispatch(self, host: HostBatch) -> PendingTransfer:
         """Dispatch the transfer of a batch; one call for all its leaves."""
-        self._recorder.transferring = TransferWork("dispatching", host.times, threading.get_ident())
-        annotation = annotate("dispatching", step=host.position.after.step - 1) if is_taken() else None
+        times = host.times
+        times.step = host.position.after.step - 1
+        self._recorder.transferring = TransferWork("dispatching", times, threading.get_ident())
+        annotation = annotate("dispatching", step=times.step) if is_taken() else None
         try:
             if not self._context.sets_aside:
                 return self._dispatch(host)
@@ -134,7 +136,7 @@ class Placer:
             shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
         clock, times = self._recorder.clock, host.times
-        times.step, times.bytes, times.rows = host.position.after.step - 1, host.plan.nbytes, host.rows
+        times.bytes, times.rows = host.plan.nbytes, host.rows
         times.dispatch_at = clock()
         is_late = host.plan.has_device_leaves and any(type(leaf) is Deferred for leaf in leaves)
         arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)

@@ -217,7 +217,7 @@ def _plain_integers(struct: msgspec.Struct) -> None:
 def _seconds(name: str, value: object) -> None:
     if value is None:
         return
-    number = cast("float", value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else 0
+    number = 0 if isinstance(value, bool) or not isinstance(value, numbers.Real) else cast("float", value)
     if not (0 < number <= MOST_SECONDS or number == math.inf):
         raise ConfigError(f"{name}={shown(value)}: a positive number of seconds; None: never")
 

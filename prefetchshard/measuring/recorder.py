@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from prefetchshard.base.clock import Clock
 from prefetchshard.measuring.delivered import Delivered
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Role: TypeAlias = Literal["source", "readers", "others"]
 """What a thread is for: it pulls an iterator, it reads and transforms, or it is the user's."""
 
+TransferWork: TypeAlias = tuple[Literal["dispatching", "waiting", "finishing"], BatchTimes, int]
+"""What the transfer thread does: it dispatches a transfer, waits for one, or makes of it what the consumer gets; the batch; its ident."""
+
 CPU_EVERY_SECONDS = 0.02
 """A thread looks at its CPU clock this often: each look is a system call."""
 
@@ -32,20 +35,6 @@ RECENT = 256
 
 SUM_EVERY = 64
 """Batches that are summed up at once, since sums over arrays cost 1 us a batch and others 5 (`bench/handover.py`'s machine)."""
-
-
-class TransferWork(NamedTuple):
-    """What the transfer thread does.
-
-    Attributes:
-        work: "dispatching" a transfer, "waiting" for one, or "finishing" a batch whose transfer is done.
-        times: of the batch.
-        ident: of the thread.
-    """
-
-    work: Literal["dispatching", "waiting", "finishing"]
-    times: BatchTimes
-    ident: int
 
 
 class Meter:

@@ -18,7 +18,7 @@ from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.jax_types import as_jax_array, jit, wrap_key_data
 from prefetchshard.leaves.on_devices import computable, from_movable, is_jax_array, is_key, to_movable
 from prefetchshard.measuring.profiling import annotate, is_taken, leave
-from prefetchshard.measuring.recorder import Recorder, TransferWork
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.placing.device_transform import DeviceTransform, stand_in, step_value
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.transfer import Owned, explicit, made_again, put
@@ -116,7 +116,7 @@ class Placer:
         """Dispatch the transfer of a batch; one call for all its leaves."""
         times = host.times
         times.step = host.position.after.step - 1
-        self._recorder.transferring = TransferWork("dispatching", times, threading.get_ident())
+        self._recorder.transferring = ("dispatching", times, threading.get_ident())
         annotation = annotate("dispatching", step=times.step) if is_taken() else None
         try:
             if not self._context.sets_aside:
@@ -149,7 +149,7 @@ class Placer:
         times = flight.host.times
         if times.ready_at:
             return
-        self._recorder.transferring = TransferWork("waiting", times, threading.get_ident())
+        self._recorder.transferring = ("waiting", times, threading.get_ident())
         annotation = annotate("transferring", step=times.step) if is_taken() else None
         try:
             for array in flight.arrays:
@@ -162,7 +162,7 @@ class Placer:
     def land(self, flight: PendingTransfer) -> PlacedBatch:
         """Put the batch of a transfer that is ready together."""
         host, recorder = flight.host, self._recorder
-        recorder.transferring = TransferWork("finishing", host.times, threading.get_ident())
+        recorder.transferring = ("finishing", host.times, threading.get_ident())
         if host.memory is not None:
             host.memory.release()
             host.memory = None

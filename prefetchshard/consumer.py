@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 import warnings
@@ -14,7 +16,9 @@ from prefetchshard.base.event_loop import HomeLoop
 from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.run_factory import RunFactory
+from prefetchshard.measuring.minutes import MinuteLine
 from prefetchshard.measuring.recorder import RECENT, SUM_EVERY
+from prefetchshard.measuring.stalls import find_holder, tell
 from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.queues.bounded_queue import EMPTY, EmptyType
@@ -26,6 +30,8 @@ from prefetchshard.sources.loops import LOOK_SECONDS
 COUNTING_SECONDS = 1.0
 """How long the end of a run waits for a thread that has taken a batch and not counted it yet. That takes microseconds, unless a signal
 strikes in between, whose handler may itself wait for the end."""
+
+_log = logging.getLogger(__name__)
 
 
 class Consumer:
@@ -50,6 +56,9 @@ class Consumer:
         self.outbox = self.run.outbox
         self.clock = self.run.recorder.clock
         self._recorder = self.run.recorder
+        self._minutes = MinuteLine(self.run.stats, self._recorder.began_at)
+        seconds = factory.stall_warning_seconds
+        self._stall_seconds = math.inf if seconds is None else seconds
         self._failure: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._over = False
@@ -64,6 +73,8 @@ class Consumer:
         outbox, recorder = self.outbox, self._recorder
         if recorder.batches - recorder.summed >= SUM_EVERY:
             recorder.sum_up()
+        if began >= self._minutes.due_at:
+            self._minutes.tell(began)
         item: PlacedBatch | EmptyType = EMPTY
         try:
             head = outbox.peek_nowait()
@@ -121,27 +132,58 @@ class Consumer:
 
     # -- waiting
 
-    def wait(self) -> None:
-        """Wait until a batch can be taken, or none will come, or for nothing.
+    def wait(self, began: float, what: str, *, is_told: bool) -> bool:
+        """Wait until a batch can be taken, or none will come, or for nothing. A long wait is told in the log.
+
+        Args:
+            began: when the batch was asked for, in seconds of the run's clock.
+            what: the call that waits.
+            is_told: this wait was told.
+
+        Returns:
+            Whether it was told by now.
 
         Raises:
             RuntimeError: this is the thread of the event loop that has to produce it.
         """
         loops = self.run.loops
-        if loops is None:
-            self.outbox.wait_ready()
-            return
-        loops.check_thread()
-        if not self.outbox.wait_ready(LOOK_SECONDS):
+        if loops is not None:
+            loops.check_thread()
+        if self.outbox.wait_ready(self._look_after(began, is_told=is_told)):
+            return is_told
+        if loops is not None:
             self._pass_on(loops.complaint())
+        return is_told or self._tell(began, what)
 
-    async def wait_async(self) -> None:
+    async def wait_async(self, began: float, what: str, *, is_told: bool) -> bool:
         """As `wait`, in an event loop."""
         loops = self.run.loops
-        if loops is None:
+        seconds = self._look_after(began, is_told=is_told)
+        if seconds is None:
             await aio.wait_ready(self.outbox)
-        elif not await aio.wait_ready_for(self.outbox, LOOK_SECONDS):
+            return is_told
+        if await aio.wait_ready_for(self.outbox, seconds):
+            return is_told
+        if loops is not None:
             self._pass_on(loops.complaint())
+        return is_told or self._tell(began, what)
+
+    def _look_after(self, began: float, *, is_told: bool) -> float | None:
+        """After how many seconds of waiting to look at what happens; None: never."""
+        left = math.inf if is_told else max(0.0, began + self._stall_seconds - self.clock())
+        if self.run.loops is not None:
+            return min(left, LOOK_SECONDS)
+        return None if left == math.inf else left
+
+    def _tell(self, began: float, what: str) -> bool:
+        """Say what holds the batch, where it is waited for so long. Whether that is so."""
+        now, run, step = self.clock(), self.run, self.next_step
+        if now - began < self._stall_seconds or self.outbox.is_settled():
+            return False
+        holder = find_holder(self._recorder, step, is_read=run.has_read, readers=run.threads.in_source)
+        awaiting = list if run.loops is None else run.loops.stack
+        _log.warning(tell(holder, what, step, waited=now - began, now=now, awaiting=awaiting))
+        return True
 
     def _pass_on(self, complaint: str | None) -> None:
         if complaint is not None and not self.run.closed:
@@ -205,6 +247,12 @@ class Consumer:
     # -- looking
 
     @property
+    def next_step(self) -> int:
+        """Of the batch that comes next."""
+        last = self.handed_out.position
+        return self.handed_out.start.step if last is None else last.after.step
+
+    @property
     def is_live(self) -> bool:
         """Whether more may come: it neither ended, nor failed, nor was closed."""
         return not self._over and not self.run.closed
@@ -224,16 +272,18 @@ class Consumer:
         Raises:
             BatchError: there is none.
         """
+        began, is_told = self.clock(), False
         while not self.outbox.is_over():
-            self.wait()
+            is_told = self.wait(began, "spec()", is_told=is_told)
             if (leaves := self._look_at_next()) is not None:
                 return leaves
         self._raise_for_spec()
 
     async def learn_spec_async(self) -> tuple[LeafSpec, ...]:
         """As `learn_spec`, without blocking the event loop."""
+        began, is_told = self.clock(), False
         while not self.outbox.is_over():
-            await self.wait_async()
+            is_told = await self.wait_async(began, "aspec()", is_told=is_told)
             if (leaves := self._look_at_next()) is not None:
                 return leaves
         self._raise_for_spec()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Generic
 
 from prefetchshard.base.position import Position
 from prefetchshard.consumer import Consumer
+from prefetchshard.measuring.profiling import annotate, is_taken, leave
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.queues.bounded_queue import EMPTY
 from prefetchshard.resuming.loader_state import LoaderState
 from prefetchshard.running.at_exit import hold_daemons
 from prefetchshard.running.closing import close_runs
+from prefetchshard.telling.trace import write_trace
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # that of Python 3.11 has no default
@@ -48,13 +51,16 @@ class LoaderIterator(Generic[Batch_co]):
     def __next__(self) -> Batch_co:
         consumer = self._consumer
         began = consumer.clock()
+        annotation = annotate("next()", step=consumer.next_step) if is_taken() else None
         consumer.run.check_consumer()
+        is_told = False
         while (batch := consumer.take(began)) is EMPTY:
             if consumer.outbox.is_over() and consumer.stop(began):
                 break
-            consumer.wait()
+            is_told = consumer.wait(began, "next()", is_told=is_told)
         else:
-            return batch
+            return batch  # the annotation goes with the frame: Ctrl-C could come after a call, and the batch would be lost
+        leave(annotation)
         consumer.close_at_end()
         end = consumer.failure_or(StopIteration())
         try:
@@ -70,10 +76,11 @@ class LoaderIterator(Generic[Batch_co]):
         began = consumer.clock()
         consumer.run.check_consumer()
         await aio.checkpoint()
+        is_told = False
         while (batch := consumer.take(began)) is EMPTY:
             if consumer.outbox.is_over() and consumer.stop(began):
                 break
-            await consumer.wait_async()
+            is_told = await consumer.wait_async(began, "anext()", is_told=is_told)
         else:
             return batch
         if consumer.run.closed:
@@ -103,6 +110,27 @@ class LoaderIterator(Generic[Batch_co]):
     def stats(self) -> Stats:
         """What the run has done so far, and where its time went."""
         return self._consumer.run.stats()
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the way of the last 256 batches as a trace, for Perfetto (https://ui.perfetto.dev) or `chrome://tracing`.
+
+        It shows what each thread did for which batch, transfers, batches that were ready, each `next()`, and the loop's own steps, in
+        microseconds since the run began; arrows lead from a batch's reading to its `next()`. The file is there as a whole or not at all.
+        At any time, also after the end of the run.
+
+        Args:
+            path: of the file, by custom `*.json`; it is compressed where that ends with ".gz".
+
+        Raises:
+            OSError: it cannot be written.
+
+        Example:
+            batches = iter(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
+            total = sum(batch.sum() for batch in batches)
+            batches.trace("loader.json.gz")
+        """
+        recorder = self._consumer.run.recorder
+        write_trace(path, recorder.recent_batches(), recorder.began_at)
 
     def close(self) -> None:
         """Stop the run, and wait, in bounded time, until its threads have ended. Later `next()` end at once."""

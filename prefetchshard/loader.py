@@ -107,6 +107,8 @@ class Loader(Generic[Batch_co]):
             workers and depth may be others. `state.rebatch(n)` goes on with another batch size.
         snapshot_every: for sources with a state of their own (`get_state` and `set_state`, or `state_dict` and `load_state_dict`): it is
             saved every n batches, and resuming reads at most n - 1 of them again; None: never.
+        stall_warning_seconds: a `next()` that waits longer says so in the log, once: which stage holds the batch, since when, and where the
+            thread is that works on it; None: never.
 
     Raises:
         ConfigError: what cannot work, as far as it can be known here.
@@ -143,6 +145,7 @@ class Loader(Generic[Batch_co]):
         narrow: Narrow = "check",
         state: LoaderState | None = None,
         snapshot_every: int | None = 1,
+        stall_warning_seconds: float | None = 60.0,
     ) -> None:
         settings = Settings(
             batch_size=batch_size,
@@ -162,6 +165,7 @@ class Loader(Generic[Batch_co]):
             device_memory=parse_bytes("device_memory", device_memory),
             host_memory=parse_bytes("host_memory", host_memory),
             snapshot_every=snapshot_every,
+            stall_warning_seconds=stall_warning_seconds,
         )
         self._factory = RunFactory(source, sharding, host, settings, MONOTONIC)
         self._lock = threading.RLock()  # guards the start of runs

@@ -140,6 +140,7 @@ SETTINGS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("epochs", f"{COUNT}; None for ever", NO_COUNTS),
     ("microbatches", COUNT, NO_COUNTS),
     ("snapshot_every", f"{COUNT}; None: never", NO_COUNTS),
+    ("stall_warning_seconds", "a positive number of seconds; None: never", (0, -1, -0.5, math.nan, "60", True, HUGE, [1])),
     ("seed", "an integer, at least 0", (-1, LESS, 1.5, None, "1", True, math.nan, np.float64(1), [1])),
     ("device_memory", 'a positive number of bytes, or a text such as "2GiB" or "500MB"', NO_BYTES),
     ("host_memory", 'a positive number of bytes, or a text such as "2GiB" or "500MB"', NO_BYTES),

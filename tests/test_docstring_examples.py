@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import prefetchshard as ps
 import prefetchshard.testing
-from test_public_names import PUBLIC
+from test_public_names import METHODS, PUBLIC
 
 TESTING = {f"testing.{name}" for name, thing in vars(prefetchshard.testing).items() if callable(thing) and not name.startswith("_")}
 CHECKPOINT = {"checkpoint.PrefetchshardHandler", "checkpoint.PrefetchshardRestore", "checkpoint.PrefetchshardSave"}
@@ -64,3 +64,12 @@ def test_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     beside = vars(inspect.getmodule(thing)) if name.startswith("checkpoint.") else {}
     with pytest.raises(thing) if is_error else contextlib.nullcontext(), warnings.catch_warnings():
         exec(compile(code, f"<example of {name}>", "exec"), {**beside, **GIVEN, "__name__": "example"})
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in METHODS.items() for name in sorted(names)])
+def test_example_of_a_method_runs(kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has one: most are in the example of the class."""
+    code = example_of(vars(getattr(ps, kind))[name].__doc__ or "")
+    assert len(code.splitlines()) <= 6
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, f"<example of {kind}.{name}>", "exec"), {**GIVEN, "__name__": "example"})

@@ -54,7 +54,7 @@ PUBLIC = {
 
 METHODS = {
     "Loader": {"aclose", "aspec", "close", "spec", "state", "stats"},
-    "LoaderIterator": {"aclose", "close", "position", "state", "stats"},
+    "LoaderIterator": {"aclose", "close", "position", "state", "stats", "trace"},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias, cast
@@ -24,6 +25,9 @@ reads takes memory of its own."""
 
 MOST_PROCESSES = 256
 """Each takes some ten megabytes at least, and an interpreter's start-up."""
+
+MOST_SECONDS = 1e9
+"""Thirty years; integers go on where floats cannot follow."""
 
 Narrow: TypeAlias = Literal["check", "error", "allow"]
 
@@ -147,6 +151,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     device_memory: int | None
     host_memory: int | None
     snapshot_every: int | None = 1
+    stall_warning_seconds: float | None = 60.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.batch_size, PerDevice):
@@ -160,6 +165,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         at_least("epochs", self.epochs, 1, "; None for ever", optional=True)
         at_least("microbatches", self.microbatches, 1, optional=True)
         at_least("snapshot_every", self.snapshot_every, 1, "; None: never", optional=True)
+        _seconds("stall_warning_seconds", self.stall_warning_seconds)
         if not isinstance(self.workers, Processes) and self.workers != "auto":
             at_least("workers", self.workers, 1, "; 'auto' to choose, or ps.Processes(n)", most=MOST_WORKERS)
         _booleans(shuffle=self.shuffle, reuses_buffers=self.reuses_buffers)
@@ -206,6 +212,14 @@ def _plain_integers(struct: msgspec.Struct) -> None:
         value: Any = getattr(struct, name)
         if issubclass(type(value), np.integer):
             msgspec.structs.force_setattr(struct, name, int(value))
+
+
+def _seconds(name: str, value: object) -> None:
+    if value is None:
+        return
+    number = 0 if isinstance(value, bool) or not isinstance(value, numbers.Real) else cast("float", value)
+    if not (0 < number <= MOST_SECONDS or number == math.inf):
+        raise ConfigError(f"{name}={shown(value)}: a positive number of seconds; None: never")
 
 
 def _booleans(**values: object) -> None:

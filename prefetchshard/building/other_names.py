@@ -229,7 +229,10 @@ OTHERS: Final[dict[str, Hint]] = _table(
         "write seed=..., an integer; the order follows from it and the epoch",
     ),
     ("key", "write seed=..., an integer; `device_transform` gets a key made from it where it has a parameter `key`"),
-    ("timeout timeout_s", "leave it out: next() has no deadline; give the source's own waits one"),
+    (
+        "timeout timeout_s",
+        "leave it out: next() has no deadline; stall_warning_seconds={} says in the log what it waits for, and the source's own waits can have one",
+    ),
     ("in_order deterministic output_order sloppy ordered", "leave it out: batches always come in the order of the source"),
     ("snapshot_every_n_steps checkpoint_every", "write snapshot_every={}"),
     ("num_epochs n_epochs max_epochs num_train_epochs repeat repeats infinite loop cycle", _epochs),

@@ -81,6 +81,7 @@ class RunFactory:
         self.batch_size = global_rows(settings, rules)
         self._workers: Workers = choose_workers(self._source, settings, self.batch_size)
         self._last_crew: tuple[Crew, Controller] | None = None  # of the run that was made last
+        self.stall_warning_seconds = settings.stall_warning_seconds
         check_source(self._source, settings)
         check_rows(rules, settings, self.batch_size)
         self._device_transform = None if settings.device_transform is None else DeviceTransform(settings.device_transform, settings.seed)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from prefetchshard.base.clock import Clock
 from prefetchshard.measuring.delivered import Delivered
 from prefetchshard.measuring.locking import LockProbes
+from prefetchshard.measuring.profiling import annotate, is_taken, leave
 from prefetchshard.measuring.setup import Setup
 from prefetchshard.measuring.stats import Stages, Stats, ThreadTimes
 from prefetchshard.measuring.timeline import STAGE_OF, STAGES, BatchTimes, PartTimes, Work
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 Role: TypeAlias = Literal["source", "readers", "others"]
 """What a thread is for: it pulls an iterator, it reads and transforms, or it is the user's."""
+
+TransferWork: TypeAlias = tuple[Literal["dispatching", "waiting", "finishing"], BatchTimes, int]
+"""What the transfer thread does: it dispatches a transfer, waits for one, or makes of it what the consumer gets; the batch; its ident."""
 
 CPU_EVERY_SECONDS = 0.02
 """A thread looks at its CPU clock this often: each look is a system call."""
@@ -149,7 +153,7 @@ class Span:
         outer: what the thread had begun before and goes on with afterwards.
     """
 
-    __slots__ = ("_clock", "_meter", "began_at", "entered_at", "outer", "seconds", "times", "work")
+    __slots__ = ("_annotation", "_clock", "_meter", "began_at", "entered_at", "outer", "seconds", "times", "work")
 
     def __init__(self, recorder: Recorder, work: Work, times: BatchTimes) -> None:
         self._clock = recorder.clock
@@ -158,6 +162,7 @@ class Span:
         self.seconds: dict[Work, float] = {work: 0.0}
         self.work: Work = work
         self.outer = meter.span
+        self._annotation = annotate(work, epoch=times.epoch, row=times.row) if is_taken() else None
         self.began_at = self.entered_at = self._clock()
         meter.span = self
 
@@ -191,6 +196,8 @@ class Span:
         meter.span = self.outer
         meter.parts += 1
         meter.version += 1
+        if self._annotation is not None:
+            leave(self._annotation)
         meter.look_at_cpu(now)
         return now - self.began_at
 
@@ -208,6 +215,7 @@ class Recorder:
         setup: how the loader was made, for advice.
         summed: batches that were handed out and are summed up.
         warm_up: how many batches may be read ahead before the loop begins.
+        transferring: what the transfer thread does, or did last; None where it has no batch.
 
     Thread safety: every method from any thread; the consumer's attributes from the consumer only.
     """
@@ -218,6 +226,7 @@ class Recorder:
         self.locking = LockProbes()
         self.setup = Setup()
         self.warm_up = 0
+        self.transferring: TransferWork | None = None
         self._cpu_clock = cpu_clock
         self._mine = threading.local()
         self._meters: deque[Meter] = deque()

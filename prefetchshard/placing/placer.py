@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from prefetchshard.base.faults import note, safe_to_raise
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.jax_types import as_jax_array, jit, wrap_key_data
 from prefetchshard.leaves.on_devices import computable, from_movable, is_jax_array, is_key, to_movable
+from prefetchshard.measuring.profiling import annotate, is_taken, leave
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.placing.device_transform import DeviceTransform, stand_in, step_value
 from prefetchshard.placing.placed_batch import PlacedBatch
@@ -150,10 +152,17 @@ class Placer:
 
     def dispatch(self, host: HostBatch) -> PendingTransfer:
         """Dispatch the transfer of a batch; one call for all its leaves."""
-        if not self._context.sets_aside:
-            return self._dispatch(host)
-        with self._context.set_aside():
-            return self._dispatch(host)
+        times = host.times
+        times.step = host.position.after.step - 1
+        self._recorder.transferring = ("dispatching", times, threading.get_ident())
+        annotation = annotate("dispatching", step=times.step) if is_taken() else None
+        try:
+            if not self._context.sets_aside:
+                return self._dispatch(host)
+            with self._context.set_aside():
+                return self._dispatch(host)
+        finally:
+            leave(annotation)
 
     def _dispatch(self, host: HostBatch) -> PendingTransfer:
         leaves, shardings, paths = _to_put(host)
@@ -165,7 +174,7 @@ class Placer:
             shardings = [*shardings, replicated_like(shardings[0])]
             paths = [*paths, "(step)"]
         clock, times = self._recorder.clock, host.times
-        times.step, times.bytes, times.rows = host.position.after.step - 1, host.plan.nbytes, host.rows
+        times.bytes, times.rows = host.plan.nbytes, host.rows
         times.dispatch_at = clock()
         is_late = host.plan.has_device_leaves and any(type(leaf) is Deferred for leaf in leaves)
         arrays = _put_but_late(leaves, shardings, paths) if is_late else put(leaves, shardings, paths=paths)
@@ -178,16 +187,22 @@ class Placer:
         times = flight.host.times
         if times.ready_at:
             return
-        if times.bytes >= LOOK_BYTES:
-            self._devices.look(flight)
-        for array in flight.arrays:
-            if type(array) is not Deferred:
-                array.block_until_ready()
+        self._recorder.transferring = ("waiting", times, threading.get_ident())
+        annotation = annotate("transferring", step=times.step) if is_taken() else None
+        try:
+            if times.bytes >= LOOK_BYTES:
+                self._devices.look(flight)
+            for array in flight.arrays:
+                if type(array) is not Deferred:
+                    array.block_until_ready()
+        finally:
+            leave(annotation)
         times.ready_at = self._recorder.clock()
 
     def land(self, flight: PendingTransfer) -> PlacedBatch:
         """Put the batch of a transfer that is ready together."""
-        host = flight.host
+        host, recorder = flight.host, self._recorder
+        recorder.transferring = ("finishing", host.times, threading.get_ident())
         if host.memory is not None:
             host.memory.release()
             host.memory = None
@@ -197,6 +212,7 @@ class Placer:
         placed = PlacedBatch(batch, host.position, host.times, host.plan.nbytes, host.rows, plan.spec)
         if is_late:
             placed.finish = partial(self._late_batch, flight)
+        recorder.transferring = None
         return placed
 
     def _is_late(self, plan: Plan) -> bool:

@@ -138,6 +138,10 @@ class Sequencer:
         self._decided.clear()
         self._held = None
 
+    def is_read(self) -> bool:
+        """Whether the next batch is complete on the host. From any thread: takes nothing."""
+        return bool(self._decided) or self._queue.has_ready()
+
     def stats(self) -> QueueStats:
         return self._queue.stats()
 

@@ -165,6 +165,11 @@ class Run:
         """Whether all of its threads have ended, or none has started."""
         return self.threads.has_ended
 
+    @property
+    def has_read(self) -> bool:
+        """Whether the first batch that was not dispatched is complete on the host."""
+        return self._inbox.is_read()
+
     def check_consumer(self) -> None:
         """Record that this thread takes batches, and check that it is in the process of the run's threads.
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from traceback import FrameSummary
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ import anyio.lowlevel
 
 from prefetchshard.base.errors import ConfigError, SourceError
 from prefetchshard.base.event_loop import HomeLoop
+from prefetchshard.base.stacks import stack_of_awaiting
 from prefetchshard.base.waiters import Waiters
 from prefetchshard.leaves.copying import is_small, private_copy
 from prefetchshard.sources.epochs import Wrapper
@@ -60,6 +62,11 @@ class _Pump:
         self._deadline = math.inf
         self._task: Any = None
         self._timer: Any = None
+
+    def stack(self) -> list[FrameSummary]:
+        """Where it awaits; empty where that cannot be told, or its code runs. From any thread."""
+        task = self._task
+        return stack_of_awaiting(None if task is None else task.get_coro(), self._iterator)
 
     def keep(self, task: Any) -> None:
         self._task = task  # asyncio holds its tasks weakly
@@ -282,6 +289,9 @@ class OpenAsyncIterator:
 
     def loop_is_gone(self) -> None:
         self._pump.loop_is_gone()
+
+    def stack(self) -> list[FrameSummary]:
+        return self._pump.stack()
 
     def interrupt(self) -> None:
         self._cancelled = True

@@ -6,6 +6,7 @@ import contextvars
 import logging
 import threading
 import time
+from traceback import FrameSummary
 from typing import Protocol
 
 import anyio
@@ -13,6 +14,7 @@ import anyio
 from prefetchshard.base.errors import SourceError
 from prefetchshard.base.event_loop import HomeLoop, running_loop
 from prefetchshard.base.jax_context import JaxContext
+from prefetchshard.base.stacks import stack_of
 from prefetchshard.base.waiters import Waiters
 
 LOOP_THREAD = "prefetchshard-loop"
@@ -37,6 +39,10 @@ class Pulled(Protocol):
 
     def wake(self) -> None:
         """Let who waits look again."""
+        ...
+
+    def stack(self) -> list[FrameSummary]:
+        """Where it awaits; empty where that cannot be told, or its code runs."""
         ...
 
 
@@ -159,6 +165,13 @@ class Loops:
                 "waiting here would block the loop that has to produce the batch: use `async for`, consume in another thread, or give the "
                 "source a loop of its own with ps.in_own_loop"
             )
+
+    def stack(self) -> list[FrameSummary]:
+        """Where the source awaits that is asked for an item; else where the thread of its loop is; empty where nothing is asked for."""
+        pulled, home = self._pulled, self.home or self._own
+        if pulled is None or home is None or pulled.asked_for is None:
+            return []
+        return pulled.stack() or stack_of(home.thread)
 
     def complaint(self) -> str | None:
         """Call it after each `LOOK_SECONDS` of waiting: why nothing may ever come, in words, once a run; None while nothing speaks for it."""

@@ -368,3 +368,34 @@ def test_devices_are_looked_at_one_by_one() -> None:
     for _ in range(2 * LOOK_EVERY):
         transfer(0.0, 0.0)
     assert recorder.device_seconds == before, "when it was done is not known"
+
+
+def test_a_signal_handler_may_ask_in_the_middle_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, asked = Recorder(ManualClock()), []
+    add = Delivered.add
+
+    def interrupted(self: Delivered, *args: Any) -> None:
+        if not asked:
+            asked.append(True)
+            asked.append(stats_of(recorder).batches)
+        add(self, *args)
+
+    monkeypatch.setattr(Delivered, "add", interrupted)
+    run(recorder, [batch(i, float(i), float(i), read=i - 1.0, ready=i - 0.5) for i in range(5)])
+    assert (stats_of(recorder).next.count, asked) == (4, [True, 5])
+
+
+def test_what_ctrl_c_cuts_off_is_not_added_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(ManualClock())
+    add = Durations.add
+
+    def cut_off(self: Durations, *args: Any) -> None:
+        add(self, *args)
+        raise KeyboardInterrupt
+
+    run(recorder, [batch(i, float(i), float(i), read=i - 1.0, ready=i - 0.5) for i in range(5)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Durations, "add", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.sum_up()
+    assert stats_of(recorder).stages.reading.count == 5

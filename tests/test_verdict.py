@@ -54,8 +54,15 @@ def test_a_loop_that_hardly_waits_is_bound_by_its_step() -> None:
 
 
 def test_a_loop_of_which_nothing_is_known_yet() -> None:
-    nothing = measured()._replace(batches=1, wall=0.0, steady=Steps())
+    nothing = measured()._replace(batches=0, wall=0.0, steady=Steps())
     assert judge(nothing, DATASET) == Verdict("consumer", 0.0, 0.0, "")
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_a_loop_of_few_batches_is_start_up(batches: int) -> None:
+    few = measured(start_up=0.03)._replace(batches=batches, wall=0.04, steady=Steps(), warm_up=Steps(batches - 1, 0.0, 0.01, reading=0.01))
+    assert (judge(few, DATASET).bound, judge(few, DATASET).lost_share) == ("start-up", pytest.approx(0.75))
+    assert judge(few._replace(batches=1, wall=0.0, start_up=0.0), DATASET).lost_share == 0.0
 
 
 @pytest.mark.parametrize(

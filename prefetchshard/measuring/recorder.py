@@ -230,7 +230,9 @@ class Recorder:
         self._cpu_clock = cpu_clock
         self._mine = threading.local()
         self._meters: deque[Meter] = deque()
-        self._lock = threading.Lock()  # guards what is counted, and what is summed up
+        # Guards what is counted, and what is summed up. A signal handler may ask for statistics in the middle of that, in the same thread
+        self._lock = threading.RLock()
+        self._is_summing = False
         self.dropped_rows = 0
         self.padded_rows = 0
         self.replayed = 0
@@ -298,10 +300,14 @@ class Recorder:
         """Sum up the batches that were handed out since this was last called."""
         with self._lock:
             first, last = self.summed, self.batches
-            if first < last:
-                found = [times for i in range(first, last) if (times := self.recent[i % RECENT]) is not None]
-                self._delivered.add(found, self.warm_up)
-                self.summed = last
+            if first == last or self._is_summing:
+                return
+            self._is_summing = True
+            try:
+                self.summed = last  # first: what Ctrl-C cuts off here must not be added twice
+                self._delivered.add([times for i in range(first, last) if (times := self.recent[i % RECENT]) is not None], self.warm_up)
+            finally:
+                self._is_summing = False
 
     def recent_batches(self) -> list[BatchTimes]:
         """The times of the last batches that were handed out, in order."""

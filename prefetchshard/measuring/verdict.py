@@ -20,6 +20,9 @@ LITTLE = 0.05
 LEAST_START_UP_SECONDS = 0.1
 """A first batch that comes sooner is never what a loop is bound by."""
 
+FEW = 3
+"""Batches. A loop of so few is start-up, whatever it waits for then."""
+
 START_UP_SHARE = 0.15
 """Of the wall time, likewise."""
 
@@ -151,6 +154,8 @@ def _gain(now: float, then: float) -> float:
 
 
 def _is_start_up(measured: Measured, stalled: float) -> bool:
+    if 0 < measured.batches <= FEW:
+        return True
     start_up = measured.start_up
     return start_up >= LEAST_START_UP_SECONDS and start_up > START_UP_SHARE * measured.wall and start_up > 2 * stalled
 
@@ -160,7 +165,8 @@ def _start_up(measured: Measured) -> Verdict:
     rest = max(measured.wall - measured.start_up, 0.0) + usual
     gain = measured.wall / rest - 1 if rest > 0 else 0.0
     advice = "call iter(loader) before the step is compiled, as reading begins with it"
-    return Verdict("start-up", measured.start_up / measured.wall, max(0.0, gain), advice)
+    lost = measured.start_up / measured.wall if measured.wall > 0 else 0.0
+    return Verdict("start-up", lost, max(0.0, gain), advice)
 
 
 def _slowest(measured: Measured, steps: Steps, setup: Setup) -> Bound:

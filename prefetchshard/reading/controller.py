@@ -45,6 +45,9 @@ BUSY = 0.6
 CONTENDED = 0.3
 """Of the time that a thread waits for the interpreter's lock. More threads only wait for each other then."""
 
+MOSTLY = 0.6
+"""Likewise. Where it is less, many threads may be needed all the same: they wait for something else most of the time."""
+
 SATURATED = 0.85
 """Of the CPUs."""
 
@@ -243,6 +246,11 @@ class Trial(msgspec.Struct, frozen=True):
         """How much faster so many threads have to be."""
         return GAIN * math.log2(workers / self.before) if workers > self.before else -LOSS
 
+    def is_outdated(self, seen: Window, workers: int) -> bool:
+        """Whether the source has changed since, as threads that disturb each other do not explain what a batch takes now."""
+        by_threads = max(workers, self.before) / min(workers, self.before)
+        return bool(self.work and seen.work) and _ratio(seen.work, self.work) > 2 * CHANGED * by_threads
+
     def is_clear(self, seen: Window, workers: int) -> bool:
         """Whether it can be judged."""
         if self.calm or seen.stall < LEAST_STALL or (seen.seconds >= DOUBT_SECONDS and seen.batches >= DOUBT_BATCHES):
@@ -370,7 +378,7 @@ class Controller:
         if trial is None:
             return None
         grown, change = workers > trial.before, trial.change(seen)
-        if seen.stall < LEAST_STALL:
+        if seen.stall < LEAST_STALL or trial.is_outdated(seen, workers):
             return None
         needed = trial.needs(workers)
         is_clear = trial.tells(seen, workers)
@@ -437,7 +445,8 @@ class Controller:
         if not self._is_speed_known(seen):  # nobody could tell afterwards what it brought
             return None
         if seen.is_lock_bound:
-            target = max(1, math.ceil(seen.cpus - ABOUT_ONE), self._undisturbed(seen))
+            needed = workers // STRIDE if seen.contended < MOSTLY and workers >= 2 * STRIDE else 1  # so many may wait for something else
+            target = max(1, math.ceil(seen.cpus - ABOUT_ONE), self._undisturbed(seen), needed)
             reason = f"they wait for the interpreter's lock {_percent(seen.contended)} of the time and keep {seen.cpus:.1f} CPUs busy"
         elif seen.busy < BUSY * workers:
             target = max(1, math.ceil(HEADROOM * seen.busy))

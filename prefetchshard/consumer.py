@@ -56,6 +56,7 @@ class Consumer:
         self.outbox = self.run.outbox
         self.clock = self.run.recorder.clock
         self._recorder = self.run.recorder
+        self._window = self.run.window
         self._minutes = MinuteLine(self.run.stats, self._recorder.began_at)
         seconds = factory.stall_warning_seconds
         self._stall_seconds = math.inf if seconds is None else seconds
@@ -73,6 +74,8 @@ class Consumer:
         outbox, recorder = self.outbox, self._recorder
         if recorder.batches - recorder.summed >= SUM_EVERY:
             recorder.sum_up()
+        if began >= self._window.due_at:
+            self.run.look(began)
         if began >= self._minutes.due_at:
             self._minutes.tell(began)
         item: PlacedBatch | EmptyType = EMPTY

@@ -107,9 +107,25 @@ class LoaderIterator(Generic[Batch_co]):
         """
         return self._consumer.state()
 
-    def stats(self) -> Stats:
-        """What the run has done so far, and where its time went."""
-        return self._consumer.run.stats()
+    def stats(self, *, last_seconds: float | None = None) -> Stats:
+        """What the run has done so far, or of late, and where its time went.
+
+        Args:
+            last_seconds: None: all of the run. Else about so many seconds, up to 600: since the last look that is as old. Looks are kept
+                by `next()`, one a second, and fewer of those that are older: it is at most 1 s longer where it is of 10 s, 4 s of a minute, 64 s of ten
+                minutes; and by a step of the loop, where that takes longer. All of the run where that is younger. Queues and ring are
+                those of now. A `next()` that has not returned is not in it.
+
+        Raises:
+            ConfigError: `last_seconds` is not above 0, or above 600.
+
+        Example:
+            batches = iter(ps.Loader(np.zeros((64, 3), np.float32), P("data"), batch_size=16))
+            next(batches)
+            print(batches.stats(last_seconds=10.0).verdict)
+            batches.close()
+        """
+        return self._consumer.run.stats(last_seconds)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the way of the last 256 batches as a trace, for Perfetto (https://ui.perfetto.dev) or `chrome://tracing`.

@@ -220,20 +220,23 @@ class Loader(Generic[Batch_co]):
         consumers = [ref() for ref, _ in self._runs]
         return [consumer for consumer in consumers if consumer is not None and consumer.is_live]
 
-    def stats(self) -> Stats:
+    def stats(self, *, last_seconds: float | None = None) -> Stats:
         """The statistics of the only live run; of none: of the last one.
 
+        Args:
+            last_seconds: None: all of the run. Else of about the last so many seconds, up to 600; see `LoaderIterator.stats`.
+
         Raises:
-            ConfigError: several runs are live (ask the iterator), or there was none.
+            ConfigError: several runs are live (ask the iterator), or there was none; or `last_seconds` is not above 0, or above 600.
         """
         live = self._live()
         if len(live) > 1:
             raise ConfigError(f"{len(live)} runs of this loader are live: ask the iterator, iter(loader).stats()")
         if live:
-            return live[0].run.stats()
+            return live[0].run.stats(last_seconds)
         if self._last_run is None:
             raise ConfigError("this loader has not run yet")
-        return self._last_run.stats()
+        return self._last_run.stats(last_seconds)
 
     def state(self) -> LoaderState:
         """The state of the only live run; of none: where the run that was started last stopped.

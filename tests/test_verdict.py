@@ -62,7 +62,9 @@ def test_a_loop_of_which_nothing_is_known_yet() -> None:
 def test_a_loop_of_few_batches_is_start_up(batches: int) -> None:
     few = measured(start_up=0.03)._replace(batches=batches, wall=0.04, steady=Steps(), warm_up=Steps(batches - 1, 0.0, 0.01, reading=0.01))
     assert (judge(few, DATASET).bound, judge(few, DATASET).lost_share) == ("start-up", pytest.approx(0.75))
-    assert judge(few._replace(batches=1, wall=0.0, start_up=0.0), DATASET).lost_share == 0.0
+    assert judge(few._replace(batches=1, wall=0.0, start_up=0.0, warm_up=Steps()), DATASET).lost_share == 0.0
+    later = few._replace(wall=0.04, start_up=0.0, warm_up=Steps(), steady=Steps(batches, 0.01, 0.03, reading=0.03))
+    assert judge(later, DATASET).bound == "reading", "of a run that had begun before"
 
 
 @pytest.mark.parametrize(

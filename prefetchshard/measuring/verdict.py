@@ -154,7 +154,7 @@ def _gain(now: float, then: float) -> float:
 
 
 def _is_start_up(measured: Measured, stalled: float) -> bool:
-    if 0 < measured.batches <= FEW:
+    if 0 < measured.batches <= FEW and (measured.warm_up + measured.steady).count < measured.batches:  # the first one is among them
         return True
     start_up = measured.start_up
     return start_up >= LEAST_START_UP_SECONDS and start_up > START_UP_SHARE * measured.wall and start_up > 2 * stalled

@@ -16,6 +16,7 @@ from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.threads import run_uncut
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.measuring.stats import Stats
+from prefetchshard.measuring.window import Window, check_seconds
 from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits, transfer
 from prefetchshard.reading.reading_plan import Reader
@@ -65,6 +66,7 @@ class Run:
     ) -> None:
         self.outbox = outbox
         self.recorder = recorder
+        self.window = Window(recorder.began_at)
         self.context = context
         self.loops = loops
         self.closed = False
@@ -255,8 +257,19 @@ class Run:
         failures, self._close_failures = self._close_failures, []
         return [PrefetchWarning(f"closing the source raised {type(f).__name__}: {f}") for f in failures]
 
-    def stats(self) -> Stats:
-        """The statistics so far."""
-        return self.recorder.stats(
+    def stats(self, last_seconds: float | None = None) -> Stats:
+        """The statistics so far, or of about the last so many seconds.
+
+        Raises:
+            ConfigError: of so many seconds there are none.
+        """
+        if last_seconds is not None:
+            check_seconds(last_seconds)
+        stats = self.recorder.stats(
             workers=self._crew.wanted, host=self._inbox.stats(), ready=self.outbox.stats(), staging=self._staging.stats()
         )
+        return stats if last_seconds is None else self.window.since(stats, self.recorder.clock(), last_seconds)
+
+    def look(self, now: float) -> None:
+        """Keep a look at the statistics, where one is due; `now` in seconds of the run's clock. Never raises, but for Ctrl-C."""
+        self.window.look(now, self.stats)

@@ -41,5 +41,6 @@ from prefetchshard.sources.device_arrays import OnDevice as OnDevice
 from prefetchshard.sources.per_worker import per_worker as per_worker
 from prefetchshard.sources.rebatch import rebatch as rebatch
 from prefetchshard.telling.describe import describe as describe
+from prefetchshard.telling.live import live as live
 
 __version__ = "0.1.0"

@@ -51,6 +51,7 @@ CORE_DEPENDENCIES = {"jax", "numpy", "anyio", "msgspec"}
 USES_EXTRAS = {
     "checkpoint",
     "app.demo",
+    "telling.drawing",
 }  # may import what an extra brings as soon as it is imported itself; nothing imports it before it is used
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -35,8 +35,9 @@ PUBLIC = {
     "process_data_shard",
     # where to go on
     "LoaderState",
-    # what it did
+    # what it does, and did
     "Stats",
+    "live",
     # what goes wrong
     "ArgumentError",
     "BatchError",

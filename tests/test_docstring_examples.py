@@ -25,8 +25,9 @@ from test_public_names import METHODS, PUBLIC
 
 TESTING = {f"testing.{name}" for name, thing in vars(prefetchshard.testing).items() if callable(thing) and not name.startswith("_")}
 CHECKPOINT = {"checkpoint.PrefetchshardHandler", "checkpoint.PrefetchshardRestore", "checkpoint.PrefetchshardSave"}
+EXPORTING = {"exporting.prometheus.PrometheusCollector", "exporting.scalars.log_scalars"}
 GIVEN = {"ps": ps, "np": np, "jax": jax, "Mesh": Mesh, "NamedSharding": NamedSharding, "P": PartitionSpec}
-NAMES = [*sorted(PUBLIC | TESTING), *(pytest.param(name, marks=pytest.mark.ecosystem) for name in sorted(CHECKPOINT))]
+NAMES = [*sorted(PUBLIC | TESTING | EXPORTING), *(pytest.param(name, marks=pytest.mark.ecosystem) for name in sorted(CHECKPOINT))]
 
 
 def find(name: str) -> Any:

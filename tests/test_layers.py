@@ -26,7 +26,7 @@ RANKS = [
     {"consumer", "telling"},
     {"iterator"},
     {"loader"},
-    {"__init__", "checkpoint", "testing"},
+    {"__init__", "checkpoint", "exporting", "testing"},
     {"app"},  # a user of the public names; `doctor` measures with the parts themselves
     {"__main__"},
 ]
@@ -38,7 +38,7 @@ FORBIDDEN = {
     "placing": {"reading", "sources"},
     "sources": {"resuming", "reading", "placing"},
 }
-NOBODY_IMPORTS = {"testing", "app"}
+NOBODY_IMPORTS = {"testing", "app", "exporting"}
 
 # Who may move data to devices, or compile.
 MAY_CALL = {
@@ -52,6 +52,7 @@ USES_EXTRAS = {
     "checkpoint",
     "app.demo",
     "telling.drawing",
+    "exporting.prometheus",
 }  # may import what an extra brings as soon as it is imported itself; nothing imports it before it is used
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -192,7 +193,7 @@ def test_importing_the_package_does_nothing() -> None:
         import jax
 
         assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
-        heavy = {"torch", "tensorflow", "grain", "datasets", "optax", "orbax", "rich", "sklearn", "trio", "prefetchshard.app.demo"}
+        heavy = {"torch", "tensorflow", "grain", "datasets", "optax", "orbax", "prometheus_client", "rich", "sklearn", "trio", "prefetchshard.app.demo"}
         assert not heavy & set(sys.modules), heavy & set(sys.modules)
         jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has been started
         assert jax.device_count() == 3

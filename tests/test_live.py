@@ -24,7 +24,7 @@ from prefetchshard.telling import drawing
 from prefetchshard.telling.live import Watcher
 from prefetchshard.telling.shown import Shown
 from prefetchshard.testing import ManualClock
-from support import interrupted_everywhere, loader_threads, run_python, wait_until
+from support import HANG_SECONDS, interrupted_everywhere, loader_threads, run_python, wait_until
 from test_window import NOTHING
 
 
@@ -288,6 +288,22 @@ def test_a_display_that_fails_ends_no_loop(method: str, S: NamedSharding, termin
     sys.stdout, sys.stderr = stdout, stderr
 
 
+def test_a_terminal_that_takes_nothing_holds_up_no_loop(S: NamedSharding, monkeypatch: pytest.MonkeyPatch, terminal: Terminal) -> None:
+    is_showing, may_go_on = threading.Event(), threading.Event()
+
+    def show(self: object, shown: object) -> None:
+        is_showing.set()
+        assert may_go_on.wait(HANG_SECONDS)
+
+    monkeypatch.setattr(drawing.Display, "show", show)
+    monkeypatch.setattr("prefetchshard.telling.live.PATIENCE_SECONDS", 0.01)
+    with ps.Loader(endless, S) as loader, ps.live(loader, seconds=0.001):
+        assert is_showing.wait(HANG_SECONDS)
+    assert len(live_threads()) == 1
+    may_go_on.set()
+    wait_until(lambda: not live_threads())
+
+
 def test_ctrl_c_anywhere_leaves_nothing(S: NamedSharding, lines: Terminal) -> None:
     loader = ps.Loader(np.zeros(8, np.float32), S, batch_size=8)
 
@@ -330,3 +346,21 @@ def test_without_rich_it_says_how_to_get_it() -> None:
     """
     done = run_python(program)
     assert (done.returncode, done.stdout.strip()) == (0, "ps.live needs the package rich: python -m pip install 'prefetchshard[live]'")
+
+
+def test_a_program_that_ends_while_it_is_shown() -> None:
+    """Nobody has left the display: its thread must not hold up the exit, nor complain."""
+    program = """
+        import itertools
+        import numpy as np
+        import prefetchshard as ps
+
+        loader = ps.Loader(lambda: (np.zeros((8, 2), np.float32) for _ in itertools.count()), None)
+        shown = ps.live(loader, seconds=0.001)
+        shown.__enter__()
+        batches = iter(loader)
+        next(batches)
+        print("the end")
+    """
+    done = run_python(program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the end\n", "")

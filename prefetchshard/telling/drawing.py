@@ -107,20 +107,18 @@ def _rates(shown: Shown) -> str:
 def _bars(stats: Stats) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, share in shares_of(stats).items():
-        style = "green" if name == "step" else "red"
-        bar = ProgressBar(total=1.0, completed=share, width=BAR_WIDTH, complete_style=style, finished_style=style)
+        bar = _bar(share, "green" if name == "step" else "red")
         table.add_row("the loop's step" if name == "step" else f"waits for {name}", bar, Text(f"{100 * share:5.1f} %"))
     return table
 
 
+def _bar(share: float, style: str) -> ProgressBar:
+    return ProgressBar(total=1.0, completed=min(share, 1.0), width=BAR_WIDTH, complete_style=style, finished_style=style)
+
+
 def _queues(stats: Stats) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, queue, mean in (
-        ("ready for the loop", stats.ready, stats.mean_ready),
-        ("read, not transferred", stats.host, stats.mean_read),
-    ):
-        most = max(1, queue.capacity)
-        bar = ProgressBar(total=most, completed=min(queue.ready, most), width=BAR_WIDTH)
-        table.add_row(name, bar, Text(f"{queue.ready} of {queue.capacity} batches, {mean:.1f} on average"))
+    for name, queue in (("ready for the loop", stats.ready), ("read, not transferred", stats.host)):
+        table.add_row(name, _bar(queue.ready / max(1, queue.capacity), "cyan"), Text(f"{queue.ready} of {queue.capacity} batches"))
     table.add_row("reader threads", Text(str(stats.workers)))
     return table

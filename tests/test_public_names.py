@@ -36,7 +36,9 @@ PUBLIC = {
     # where to go on
     "LoaderState",
     # what it did
+    "Benchmark",
     "Stats",
+    "benchmark",
     # what goes wrong
     "ArgumentError",
     "BatchError",

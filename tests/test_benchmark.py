@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import importlib
 import io
 import itertools
 import json
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +32,7 @@ from prefetchshard.benchmarking.by_hand import Placing, read_batches
 from prefetchshard.benchmarking.passes import ByHandPass, Counts
 from prefetchshard.benchmarking.report import Benchmark, BenchmarkRun
 from prefetchshard.benchmarking.rounds import Round, Rounds
-from prefetchshard.benchmarking.steps import FIRST_PRODUCTS, make_step, products_for
+from prefetchshard.benchmarking.steps import FIRST_PRODUCTS, chain_on, make_step, products_for
 from prefetchshard.testing import ManualClock
 
 SHORT = 0.02
@@ -175,6 +178,12 @@ def test_as_many_products_as_the_step_is_long() -> None:
     assert products_for(0.5, lambda _: None, clock) == FIRST_PRODUCTS  # a clock that does not move
 
 
+def test_the_devices_compute_a_chain() -> None:
+    chain = chain_on(jax.local_devices(), side=8)
+    (found,) = {float(chain(products)[0, 0]) for products in (0, 1, 5)}  # each product of these matrices is the matrix
+    assert found == 1 / 8
+
+
 def test_what_the_step_is() -> None:
     device: Any = jax.devices()[0]
     assert make_step(0.0, device, ManualClock()).kind == ""
@@ -240,6 +249,31 @@ def test_by_hand_leaves_may_stay_on_the_host() -> None:
         placed = Placing(parts)(next(read))
     assert placed["name"].tolist() == ["a"] * 16
     assert isinstance(placed["x"], jax.Array)
+
+
+def test_by_hand_a_callable_may_say_what_stays_on_the_host() -> None:
+    def rule(path: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        return ps.HOST if path == "name" else P("data")
+
+    examples = [{"x": ROWS[0], "name": "a"}] * 16
+    found = ps.benchmark(lambda: examples, sharding=rule, batch_size=16, seconds=SHORT)
+    assert found.runs["source"].bytes_per_second == pytest.approx(16 * 3 * 4 * found.runs["source"].batches_per_second)
+
+
+def test_what_was_measured_is_let_go_of() -> None:
+    """Else several copies of a large source would lie in memory at once."""
+    alive: list[int] = []
+    made: list[weakref.ref[Any]] = []
+
+    def make() -> Any:
+        gc.collect()
+        alive.append(sum(ref() is not None for ref in made))
+        dataset = Squares()
+        made.append(weakref.ref(dataset))
+        return dataset
+
+    ps.benchmark(make, batch_size=16, seconds=SHORT, step_ms=1)
+    assert alive == [0, 0, 1, 0]
 
 
 def test_by_hand_the_thread_ends_while_it_waits_for_room() -> None:
@@ -371,14 +405,18 @@ number = 3
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, with a module of factories in it; what is imported from there is forgotten."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    importlib.invalidate_caches()
     (tmp_path / "benchmarked_data.py").write_text(MODULE)
     (tmp_path / "wants_more.py").write_text("import no_such_package")
-    return tmp_path
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
 
 
 def test_the_command_prints_a_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,6 +467,19 @@ def test_what_the_command_cannot_do_is_said_in_one_line(
 def test_a_method_of_a_class_is_found(folder: Path) -> None:
     (folder / "with_class.py").write_text("class Data:\n    @staticmethod\n    def make():\n        return 5\n")
     assert find_factory("with_class:Data.make")() == 5
+    assert find_factory("with_class.py:Data.make")() == 5
+
+
+def test_a_file_with_the_name_of_a_module_is_refused(folder: Path) -> None:
+    (folder / "json.py").write_text("def make():\n    return 5\n")
+    with pytest.raises(ps.ConfigError, match="another module is named 'json' already; rename the file"):
+        find_factory("json.py:make")
+
+
+def test_a_file_that_cannot_be_run_leaves_no_module(folder: Path) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        find_factory("wants_more.py:make")
+    assert "wants_more" not in sys.modules
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from prefetchshard.base.clock import MONOTONIC, Clock
 from prefetchshard.base.codec import shown
-from prefetchshard.base.config import PerDevice, Processes
+from prefetchshard.base.config import PerDevice, Processes, Settings
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.benchmarking.passes import ByHandPass, LoaderPass, Pass, SourcePass
 from prefetchshard.benchmarking.report import NAMES, Benchmark, BenchmarkRun
@@ -22,6 +22,7 @@ ROUNDS = 2
 """The loader and what is written by hand take turns, so that what else the machine does meets both."""
 
 Progress = Callable[[str, float], object]
+"""Is told what is measured, and what part of all is done, 0.0 to 1.0."""
 
 
 def benchmark(
@@ -154,15 +155,17 @@ class _Way:
             self._loader = None  # used up by this pass
         return self._begin_pass(loader)
 
-    def rounds(self, step: Step, clock: Clock) -> Rounds:
-        return Rounds(self.begin, step.run, clock)
+    def forget(self) -> None:
+        """Let go of what was made: it may hold a lot of memory."""
+        self._loader = None
 
 
 class _Measurement(NamedTuple):
     """What is measured in one go."""
 
     name: str
-    rounds: Rounds
+    way: _Way
+    step: Step
     seconds: float
 
 
@@ -185,38 +188,43 @@ def measure(maker: Maker, step_seconds: float, seconds: float, progress: Progres
     }
     first = ways["source"].loader
     words, parts = maker.words or words_of(first), parts_of(first)
-    is_readable = not parts.source.stays_on_devices
+    settings, is_readable = parts.settings, not parts.source.stays_on_devices
     step = make_step(step_seconds, parts.rules.device(), clock)
+    del first, parts  # it is forgotten as soon as it is measured
     alternating = ["loader", "by_hand", "by_hand", "loader"] if is_readable else ["loader"] * ROUNDS
-    plan = [_Measurement(name, ways[name].rounds(nothing, clock), seconds / ROUNDS) for name in alternating]
+    plan = [_Measurement(name, ways[name], nothing, seconds / ROUNDS) for name in alternating]
     if is_readable:
-        plan.insert(0, _Measurement("source", ways["source"].rounds(nothing, clock), seconds))
+        plan.insert(0, _Measurement("source", ways["source"], nothing, seconds))
+    else:
+        ways["source"].forget()
     if step.kind:
-        plan.append(_Measurement("step", ways["step"].rounds(step, clock), seconds))
-    found = _all(plan, progress)
+        plan.append(_Measurement("step", ways["step"], step, seconds))
+    found = _all(plan, progress, clock)
     return Benchmark(
         source=words,
         runs={name: _run_of(name, found[name]) for name in NAMES if name in found},
         step=step.kind,
         step_seconds=step_seconds,
         warm_up_seconds=step.warm_up_seconds,
-        notes=tuple(_notes(parts, found)),
+        notes=tuple(_notes(settings, found)),
     )
 
 
-def _all(plan: list[_Measurement], progress: Progress) -> dict[str, list[Round]]:
+def _all(plan: list[_Measurement], progress: Progress, clock: Clock) -> dict[str, list[Round]]:
     total = sum(one.seconds for one in plan)
     done = 0.0
     found: dict[str, list[Round]] = {}
-    for one in plan:
+    for number, one in enumerate(plan):
         what, before = NAMES[one.name], done
         progress(what, before / total)
 
         def tell(seconds: float, what: str = what, before: float = before) -> None:
             progress(what, min(1.0, (before + seconds) / total))
 
-        found.setdefault(one.name, []).append(one.rounds.run(one.seconds, tell))
+        found.setdefault(one.name, []).append(Rounds(one.way.begin, one.step.run, clock).run(one.seconds, tell))
         done += one.seconds
+        if all(other.way is not one.way for other in plan[number + 1 :]):
+            one.way.forget()
     return found
 
 
@@ -225,13 +233,12 @@ def _run_of(name: str, rounds: list[Round]) -> BenchmarkRun:
     return BenchmarkRun(name=name, rounds=tuple(rounds), stats=max(stats, key=lambda one: one.batches) if stats else None)
 
 
-def _notes(parts: Parts, found: dict[str, list[Round]]) -> list[str]:
+def _notes(settings: Settings, found: dict[str, list[Round]]) -> list[str]:
     notes: list[str] = []
-    if parts.source.stays_on_devices:
+    if "source" not in found:
         notes.append("arrays that stay on the devices are not read on the host: only the loader is measured")
     if not all(one.has_steady for rounds in found.values() for one in rounds):
         notes.append("the source gives one batch at a time: the figures have in them what beginning takes")
-    settings = parts.settings
     left_out = [name for name in ("microbatches", "device_transform", "pad") if getattr(settings, name) is not None]
     if left_out and "by_hand" in found:
         notes.append(f"the thread and queue do without {' and '.join(left_out)}")

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from jax import Array
 
 from prefetchshard.base.config import HOST
-from prefetchshard.base.errors import BatchError
+from prefetchshard.base.errors import BatchError, LeafTypeError
 from prefetchshard.base.jax_types import device_put
+from prefetchshard.base.memory import AnyArray
 from prefetchshard.building.run_factory import Parts
-from prefetchshard.leaves.converting import as_array
+from prefetchshard.leaves.converting import as_array, is_numeric
 from prefetchshard.leaves.on_host import stack_on_host
 from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.sharding.batch_tree import BatchTree
@@ -130,25 +131,41 @@ def _stacked(parts: Parts, examples: list[Any]) -> ReadBatch:
     first, tree = parts.rules.flatten(examples[0])
     columns = [first, *(parts.rules.flatten(example)[0] for example in examples[1:])]
     each = zip(zip(*columns, strict=True), parts.rules.on_host(tree), tree.paths, strict=True)
-    leaves = [
-        stack_on_host(list(values), path) if on_host else np.stack([as_array(one, path) for one in values])
-        for values, on_host, path in each
-    ]
+    leaves = [stack_on_host(list(values), path) if on_host else _stack(values, path) for values, on_host, path in each]
     return _counted(parts, leaves, tree, is_ours=True)
+
+
+def _stack(values: tuple[Any, ...], path: str) -> Any:
+    try:
+        return np.stack([as_array(value, path) for value in values])
+    except LeafTypeError:
+        return stack_on_host(list(values), path)
 
 
 def _taken_apart(parts: Parts, batch: Any, *, is_ours: bool) -> ReadBatch:
     found, tree = parts.rules.flatten(batch)
     each = zip(found, parts.rules.on_host(tree), tree.paths, strict=True)
-    leaves = [leaf if on_host or isinstance(leaf, Array) else as_array(leaf, path) for leaf, on_host, path in each]
+    leaves = [leaf if on_host or isinstance(leaf, Array) else _array(leaf, path) for leaf, on_host, path in each]
     return _counted(parts, leaves, tree, is_ours=is_ours)
 
 
+def _array(leaf: Any, path: str) -> Any:
+    try:
+        return as_array(leaf, path)
+    except LeafTypeError:  # a callable rule may say that it stays on the host
+        return leaf
+
+
 def _counted(parts: Parts, leaves: list[Any], tree: BatchTree, *, is_ours: bool) -> ReadBatch:
-    placed = [leaf for leaf, on_host in zip(leaves, parts.rules.on_host(tree), strict=True) if not on_host]
+    each = zip(leaves, parts.rules.on_host(tree), strict=True)
+    placed: list[Any] = [leaf for leaf, on_host in each if not on_host and _may_be_placed(leaf)]
     lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in placed}
     rows = parts.batch_size or (lengths.pop() if len(lengths) == 1 else 0)
     return ReadBatch(leaves, tree, rows, sum(leaf.nbytes for leaf in placed), is_ours)
+
+
+def _may_be_placed(leaf: Any) -> bool:
+    return isinstance(leaf, Array) or (isinstance(leaf, np.ndarray) and is_numeric(cast("AnyArray", leaf).dtype))
 
 
 class Placing:

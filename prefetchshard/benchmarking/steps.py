@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -61,7 +61,7 @@ def make_step(seconds: float, device: Device, clock: Clock) -> Step:
         return Step(sleep, "a sleep, as the CPU backend would compute with the loader's own cores")
     began = clock()
     devices = [one for one in local_devices() if one.platform == device.platform]
-    chain = _chain(devices)
+    chain = chain_on(devices, SIDE)
     products = products_for(seconds, chain, clock)
 
     def compute(batch: Any) -> object:
@@ -94,9 +94,15 @@ def _median(work: Callable[[], object], clock: Clock) -> float:
     return statistics.median(found)
 
 
-def _chain(devices: list[Device]) -> Callable[[int], object]:
-    everywhere = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec())
-    weights = device_put(np.full((SIDE, SIDE), 1 / SIDE, jnp.bfloat16), everywhere)
+def chain_on(devices: Sequence[Device], side: int) -> Callable[[int], Any]:
+    """A function that computes a number of matrix products, one after the other, on each of these devices, and waits for them.
+
+    Args:
+        devices: that compute; none waits for another.
+        side: of the matrices, rows and columns.
+    """
+    everywhere = NamedSharding(Mesh(np.array(list(devices)), ("device",)), PartitionSpec())
+    weights = device_put(np.full((side, side), 1 / side, jnp.bfloat16), everywhere)
 
     loop = cast("Any", jax).lax.fori_loop
 

@@ -54,12 +54,25 @@ def _from_file(path: Path) -> ModuleType:
         raise ConfigError(f"there is no file {path}")
     _look_in(Path.cwd())
     _look_in(path.resolve().parent)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None:
+        if _is_of(known, path):
+            return known
+        raise ConfigError(f"{path}: another module is named {name!r} already; rename the file")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the name ends with .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # worker processes find what they are sent by its module
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # worker processes find what they are sent by its module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _is_of(module: ModuleType, path: Path) -> bool:
+    return module.__file__ is not None and Path(module.__file__).resolve() == path.resolve()
 
 
 def _look_in(folder: Path) -> None:

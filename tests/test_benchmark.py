@@ -385,6 +385,7 @@ def loader():
     return ps.Loader({"x": np.zeros((64, 3), np.float32)}, batch_size=16)
 
 def examples():
+    print("reading")
     return np.zeros((64, 3), np.float32)
 
 def broken():
@@ -399,6 +400,9 @@ def nothing():
 
 def empty():
     return []
+
+def needs(folder):
+    pass
 
 number = 3
 """
@@ -444,8 +448,9 @@ def test_the_command_prints_one_json_object(folder: Path, capsys: pytest.Capture
         (["no_such_file.py:batches"], "there is no file no_such_file.py"),
         (["benchmarked_data:other"], "benchmarked_data:other: benchmarked_data has no 'other'"),
         (["benchmarked_data:number"], "number is no function (int)"),
-        (["benchmarked_data:broken"], "benchmarked_data:broken raised ValueError: no such bucket (benchmarked_data.py, line 16)"),
-        (["benchmarked_data:breaks"], "benchmarked_data:breaks raised OSError: gone (benchmarked_data.py, line 20)"),
+        (["benchmarked_data:broken"], "benchmarked_data:broken raised ValueError: no such bucket (benchmarked_data.py, line 17)"),
+        (["benchmarked_data:breaks"], "benchmarked_data:breaks raised OSError: gone (benchmarked_data.py, line 21)"),
+        (["benchmarked_data:needs"], "make is called without arguments, and cannot be: missing a required argument: 'folder'"),
         (["benchmarked_data:nothing"], "the function returned None"),
         (["benchmarked_data:empty"], "the source gives no batch"),
         (["benchmarked_data:loader", "--batch-size", "8"], "whose own settings count: leave batch_size= out"),

@@ -11,6 +11,7 @@ from prefetchshard.base.clock import MONOTONIC, Clock
 from prefetchshard.base.codec import shown
 from prefetchshard.base.config import PerDevice, Processes, Settings
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.signatures import misfit
 from prefetchshard.benchmarking.passes import ByHandPass, LoaderPass, Pass, SourcePass
 from prefetchshard.benchmarking.report import NAMES, Benchmark, BenchmarkRun
 from prefetchshard.benchmarking.rounds import Round, Rounds
@@ -75,6 +76,9 @@ def benchmark(
 def _check(make: object, step_ms: float, seconds: float) -> None:
     if not callable(make):
         raise ConfigError(f"make={shown(make)}: a function that returns a source or a loader; for a list or arrays write lambda: them")
+    why = misfit(make)
+    if why is not None:
+        raise ConfigError(f"make is called without arguments, and cannot be: {why}; bind what it needs by functools.partial")
     if not isinstance(step_ms, numbers.Real) or not 0 <= step_ms < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
         raise ConfigError(f"step_ms={shown(step_ms)}: milliseconds, at least 0")
     if not isinstance(seconds, numbers.Real) or not 0 < seconds < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance] - as above

@@ -37,7 +37,7 @@ class ReadBatch(NamedTuple):
         tree: its containers.
         rows: that the leaves have in common; 0 where they have none.
         nbytes: of the leaves that go to devices.
-        is_ours: nobody else holds its memory.
+        is_ours: nobody overwrites its memory.
     """
 
     leaves: list[Any]
@@ -118,7 +118,7 @@ def _made(parts: Parts, functions: UserFunctions, items: Iterator[tuple[int, Any
     for row, item in items:
         made = item if functions.transform is None else functions.transformed(item, epoch, row)
         if parts.batch_size is None:
-            yield _taken_apart(parts, made, is_ours=False)
+            yield _taken_apart(parts, made, is_ours=parts.source.shares_items and functions.transform is None)
             continue
         examples.append(made)
         if len(examples) == parts.batch_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,8 +48,8 @@ def run(options: Options) -> int:
     Raises:
         PrefetchError: the module, the function or its source cannot be used; says why in one line.
     """
-    factory = _guarded(lambda: find_factory(options.factory), options.factory)
-    with Progress(sys.stderr) as progress:
+    with contextlib.redirect_stdout(sys.stderr), Progress(sys.stderr) as progress:  # what the user's code prints is no result
+        factory = _guarded(lambda: find_factory(options.factory), options.factory)
         found = _guarded(lambda: _measure(factory, options, progress), options.factory)
     text = msgspec.json.format(msgspec.json.encode(found.to_dict()), indent=2).decode() if options.as_json else str(found)
     sys.stdout.write(f"{text}\n")

@@ -315,14 +315,15 @@ def test_every_kind_of_source(kind: str) -> None:
     assert {what for what, _ in told} >= {"the source alone, one thread", "the loader beside a step"}
     assert all(0 <= share <= 1 for _, share in told)
     assert json.loads(json.dumps(found.to_dict()))["verdict"]["bound"] == found.verdict.bound
-    if kind == "a loader of one batch":
-        assert any("one batch at a time" in note for note in found.notes)
+    assert [note for note in found.notes if "one batch at a time" not in note] == []
+    assert bool(found.notes) == (kind == "a loader of one batch")
 
 
 def test_arrays_on_the_devices_have_no_way_by_hand() -> None:
     found = ps.benchmark(lambda: ps.OnDevice({"x": ROWS}), batch_size=16, seconds=SHORT)
     assert list(found.runs) == ["loader"]
     assert found.ratio is None
+    assert "no step was measured" in str(found)
     assert "stay on the devices" in str(found)
 
 

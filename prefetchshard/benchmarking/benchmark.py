@@ -239,6 +239,10 @@ def _run_of(name: str, rounds: list[Round]) -> BenchmarkRun:
 
 def _notes(settings: Settings, found: dict[str, list[Round]]) -> list[str]:
     notes: list[str] = []
+    if "step" not in found:
+        notes.append(
+            "no step was measured, so the verdict is on a loop that does nothing: give the length of your own (step_ms=, --step-ms)"
+        )
     if "source" not in found:
         notes.append("arrays that stay on the devices are not read on the host: only the loader is measured")
     if not all(one.has_steady for rounds in found.values() for one in rounds):

@@ -28,6 +28,8 @@ from prefetchshard.base.errors import UsedUpError as UsedUpError
 from prefetchshard.base.position import Position as Position
 from prefetchshard.base.specs import BatchSpec as BatchSpec
 from prefetchshard.base.specs import LeafSpec as LeafSpec
+from prefetchshard.benchmarking.benchmark import benchmark as benchmark
+from prefetchshard.benchmarking.report import Benchmark as Benchmark
 from prefetchshard.iterator import LoaderIterator as LoaderIterator
 from prefetchshard.loader import Loader as Loader
 from prefetchshard.loader import prefetch as prefetch

@@ -39,6 +39,16 @@ def test_module_shows_the_version() -> None:
         (["demo", "--async", "--backend", "curio"], "invalid choice"),
         (["doctor", "--yaml"], "unrecognized arguments: --yaml"),
         (["doctor", "here"], "unrecognized arguments: here"),
+        (["bench"], "MODULE:FACTORY"),
+        (["bench", "a:b", "--sharding", "data,data"], "each axis once"),
+        (["bench", "a:b", "--sharding", "data,"], "write names of axes or None"),
+        (["bench", "a:b", "--batch-size", "0"], "at least 1"),
+        (["bench", "a:b", "--workers", "many"], "not a whole number"),
+        (["bench", "a:b", "--workers", "threads:4"], "not a whole number"),
+        (["bench", "a:b", "--workers", "processes:0"], "at least 1"),
+        (["bench", "a:b", "--step-ms", "-1"], "at least 0"),
+        (["bench", "a:b", "--seconds", "0"], "more than 0"),
+        (["bench", "a:b", "--seconds", "nan"], "not a number"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +56,18 @@ def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: py
         cli.main(arguments)
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_bench_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefetchshard.app import bench
+
+    told: list[Any] = []
+    monkeypatch.setattr(bench, "run", lambda options: told.append(options) or 0)
+    assert cli.main(["bench", "a:b"]) == 0
+    arguments = "a.py:b --sharding data,None --batch-size 8 --workers processes:4 --step-ms 2.5 --seconds 3 --json"
+    assert cli.main(["bench", *arguments.split()]) == 0
+    given: Any = {"axes": ("data", None), "batch_size": 8, "workers": ps.Processes(4), "step_ms": 2.5, "seconds": 3.0, "as_json": True}
+    assert told == [bench.Options(factory="a:b"), bench.Options(factory="a.py:b", **given)]
 
 
 def test_settings_that_cannot_work_are_said_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

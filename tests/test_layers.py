@@ -26,6 +26,7 @@ RANKS = [
     {"consumer", "telling"},
     {"iterator"},
     {"loader"},
+    {"benchmarking"},  # compares a loader with what one writes by hand
     {"__init__", "checkpoint", "exporting", "testing"},
     {"app"},  # a user of the public names; `doctor` measures with the parts themselves
     {"__main__"},
@@ -158,7 +159,7 @@ def test_the_command_line_and_the_demo_are_users_of_the_public_names() -> None:
 @pytest.mark.parametrize("file", FILES, ids=module_name)
 def test_few_rooms_move_data_to_devices_or_compile(file: Path) -> None:
     name = module_name(file)
-    if package_of(name) in ("app", "testing"):
+    if package_of(name) in ("app", "benchmarking", "testing"):
         return  # users of JAX like any other
     if name == "base.jax_types":
         return  # names them, with their types, for those that may

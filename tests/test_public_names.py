@@ -36,7 +36,9 @@ PUBLIC = {
     # where to go on
     "LoaderState",
     # what it does, and did
+    "Benchmark",
     "Stats",
+    "benchmark",
     "live",
     # what goes wrong
     "ArgumentError",

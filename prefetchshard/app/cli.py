@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from prefetchshard import PrefetchError, __version__
+from prefetchshard import PrefetchError, Processes, __version__
 
 MOST = 2**31 - 1
 DEMO_PACKAGES = {"optax": "optax", "rich": "rich", "sklearn": "scikit-learn"}
@@ -34,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_doctor(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -114,6 +117,92 @@ def _doctor(options: argparse.Namespace) -> int:
     from prefetchshard.app import doctor
 
     return doctor.run(as_json=options.json)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage] - as above
+    bench = commands.add_parser(
+        "bench",
+        help="measure your own source: alone, through a loader, beside a step, and by hand",
+        description="Measures a source of your own: alone, through a loader, through a thread and a queue written by hand, and beside a "
+        "step. The first line says what the loop is bound by, and what to change.",
+    )
+    bench.add_argument(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="a function that returns a source, an iterator or a ps.Loader, called without arguments, once for each measurement; MODULE "
+        "is a dotted name or a file.py; the current folder is looked in first",
+    )
+    bench.add_argument(
+        "--sharding",
+        type=_axes,
+        metavar="AXIS,...",
+        help='entries of a PartitionSpec, as in "data" or "data,None"; the first axis has all devices (default: rows over all devices)',
+    )
+    bench.add_argument("--batch-size", type=_positive, metavar="N", help="rows a step; left out where the source yields batches")
+    bench.add_argument(
+        "--workers", type=_workers, default="auto", metavar="N", help='a number, "auto", or "processes:N" (default: %(default)s)'
+    )
+    bench.add_argument("--step-ms", type=_milliseconds, default=0.0, metavar="MS", help="length of a step (default: no step is measured)")
+    bench.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help="that each measurement takes (default: %(default)g)")
+    bench.add_argument("--json", action="store_true", help="print one JSON object, with units in the names")
+    bench.set_defaults(command=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from prefetchshard.app import bench
+
+    return bench.run(
+        bench.Options(
+            factory=options.factory,
+            axes=options.sharding,
+            batch_size=options.batch_size,
+            workers=options.workers,
+            step_ms=options.step_ms,
+            seconds=options.seconds,
+            as_json=options.json,
+        )
+    )
+
+
+def _axes(text: str) -> tuple[str | None, ...]:
+    entries = [part.strip() for part in text.split(",")]
+    names = [entry for entry in entries if entry != "None"]
+    if not all(name.isidentifier() for name in names) or len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f'{text!r}: write names of axes or None, each axis once, as in "data" or "data,None"')
+    return tuple(None if entry == "None" else entry for entry in entries)
+
+
+def _workers(text: str) -> Any:
+    kind, colon, number = text.partition(":")
+    if text == "auto":
+        return text
+    if colon and kind == "processes":
+        return Processes(_positive(number))
+    return _positive(text)
+
+
+def _milliseconds(text: str) -> float:
+    number = _number(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = _number(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return number
 
 
 def _refuse(reason: str) -> int:

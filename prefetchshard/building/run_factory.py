@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefetchshard.base.clock import Clock
 from prefetchshard.base.config import Processes, Settings
@@ -52,6 +52,24 @@ _log = logging.getLogger(__name__)
 
 WIDE_BYTES = 4
 """Numbers of this size and larger could often be sent as smaller ones."""
+
+
+class Parts(NamedTuple):
+    """What a run reads and where that goes, for who does the same without a loader.
+
+    Attributes:
+        source: as its kind.
+        settings: of the loader.
+        rules: where each leaf goes.
+        batch_size: rows of one step; None where the source makes the batches.
+        new_loops: makes what an async source is pulled in.
+    """
+
+    source: Source
+    settings: Settings
+    rules: ShardingRules
+    batch_size: int | None
+    new_loops: Callable[[], Loops]
 
 
 class RunFactory:
@@ -101,6 +119,11 @@ class RunFactory:
     def ahead(self) -> int:
         """The most batches that are ever pulled from the source and not delivered."""
         return self._limits.now.ahead
+
+    @property
+    def parts(self) -> Parts:
+        """What its runs read, and where that goes."""
+        return Parts(self._source, self._settings, self._rules, self.batch_size, lambda: self._loops(None))
 
     def _staging(self) -> Staging:
         """The ring, made for the first run and kept between runs."""

@@ -1,0 +1,172 @@
+"""Takes batches for a while, and counts them. The first batch of each pass, and the step on it, which compiles, are apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from prefetchshard.base.clock import Clock
+from prefetchshard.base.errors import BatchError
+from prefetchshard.benchmarking.passes import Pass
+from prefetchshard.measuring.stats import Stats
+
+TELL_SECONDS = 0.1
+MOST_TIMES = 4
+"""Passes that are mostly start-up end after this many times the seconds asked for."""
+
+Tell = Callable[[float], object]
+"""Gets how many seconds are measured so far."""
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """What one round measured.
+
+    Attributes:
+        batches: counted.
+        rows: in them.
+        nbytes: in them.
+        seconds: that they took.
+        waited_seconds: of these, for a batch.
+        step_seconds: of these, in the step.
+        passes: how often the source was begun.
+        first_batch_seconds: from the beginning of the first pass until its first batch was there.
+        has_steady: False where each pass had one batch: these are then counted, with what beginning a pass takes.
+        stats: of the pass with the most batches; None without a loader.
+    """
+
+    batches: int
+    rows: int
+    nbytes: int
+    seconds: float
+    waited_seconds: float
+    step_seconds: float
+    passes: int
+    first_batch_seconds: float
+    has_steady: bool = True
+    stats: Stats | None = None
+
+
+class _Sums:
+    """What was counted of some batches."""
+
+    def __init__(self) -> None:
+        self.batches = self.rows = self.nbytes = 0
+        self.seconds = self.waited = self.worked = 0.0
+
+    def add(self, rows: int, nbytes: int) -> None:
+        self.rows += rows
+        self.nbytes += nbytes
+
+    def took(self, waited: float, worked: float) -> None:
+        self.batches += 1
+        self.seconds += waited + worked
+        self.waited += waited
+        self.worked += worked
+
+
+class Rounds:
+    """Takes batches from passes, one after the other, until enough seconds are counted.
+
+    Args:
+        begin: begins a pass.
+        step: what is done with a batch.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, begin: Callable[[], Pass], step: Callable[[Any], object], clock: Clock) -> None:
+        self._begin, self._step, self._clock = begin, step, clock
+
+    def run(self, seconds: float, tell: Tell) -> Round:
+        """One round.
+
+        Args:
+            seconds: to count; at least one batch beyond the first is counted where a pass has one.
+            tell: is told now and then.
+
+        Raises:
+            BatchError: a pass has no batch.
+        """
+        clock = self._clock
+        began = clock()
+        firsts, steady = _Sums(), _Sums()
+        stats: Stats | None = None
+        first_seconds: float | None = None
+        passes = 0
+        while steady.seconds < seconds and (not passes or clock() - began < MOST_TIMES * seconds):
+            with contextlib.closing(_Begun(self._begin, clock)) as begun:
+                begun.take_first(self._step, firsts)
+                first_seconds = begun.first_seconds if first_seconds is None else first_seconds
+                begun.take_rest(self._step, steady, seconds, tell)
+                found = begun.stats()
+            passes += 1
+            if found is not None and (stats is None or found.batches > stats.batches):
+                stats = found
+        sums = steady if steady.batches else firsts
+        return Round(
+            batches=sums.batches,
+            rows=sums.rows,
+            nbytes=sums.nbytes,
+            seconds=sums.seconds,
+            waited_seconds=sums.waited,
+            step_seconds=sums.worked,
+            passes=passes,
+            first_batch_seconds=first_seconds or 0.0,
+            has_steady=sums is steady,
+            stats=stats,
+        )
+
+
+class _Begun:
+    """A pass that is being timed."""
+
+    def __init__(self, begin: Callable[[], Pass], clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._pass = begin()
+        self.first_seconds = 0.0
+
+    def take_first(self, step: Callable[[Any], object], sums: _Sums) -> None:
+        """Take the first batch, with all that beginning takes."""
+        try:
+            batch = next(self._pass)
+        except StopIteration:
+            raise BatchError("the source gives no batch: it is empty, or has fewer rows than a batch") from None
+        taken = self._clock()
+        self.first_seconds = taken - self._began
+        step(batch)
+        sums.took(self.first_seconds, self._clock() - taken)
+        sums.add(*self._pass.counts)
+
+    def take_rest(self, step: Callable[[Any], object], sums: _Sums, seconds: float, tell: Tell) -> None:
+        """Take the batches after it, until the sums have these seconds or there is no more."""
+        clock, batches = self._clock, self._pass
+        before = batches.counts
+        told = 0.0
+        asked = clock()
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            taken = clock()
+            step(batch)
+            del batch
+            done = clock()
+            sums.took(taken - asked, done - taken)
+            if sums.seconds >= seconds:
+                break
+            if done - told >= TELL_SECONDS:
+                told = done
+                tell(sums.seconds)
+            asked = done
+        after = batches.counts
+        sums.add(after.rows - before.rows, after.nbytes - before.nbytes)
+
+    def stats(self) -> Stats | None:
+        return self._pass.stats()
+
+    def close(self) -> None:
+        self._pass.close()

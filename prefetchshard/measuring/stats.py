@@ -194,7 +194,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_ready(self) -> float:
-        """Batches that were ready for the consumer, averaged over the time from the first `next()` to the last one."""
+        """Batches that were ready for the consumer, averaged over the time from the first `next()` to the last one.
+
+        It may be more than `depth`: a batch is ready as soon as its transfer is, also while it waits for its place in the queue.
+        """
         return self.ready_batch_seconds / self.wall_seconds if self.wall_seconds else 0.0
 
     @property

@@ -86,8 +86,8 @@ def _wait_for_input(inbox: Inbox, recorder: Recorder) -> HostBatch | EmptyType |
     if not recorder.locking.wait(inbox.wait_ready, inbox.is_over, recorder.clock):
         return None
     host = inbox.take_nowait()
-    if host is not EMPTY:
-        recorder.locking.woken(recorder.clock() - host.times.read_at)
+    if host is not EMPTY and (parts := host.times.parts):
+        recorder.locking.woken(recorder.clock() - parts[-1].ended_at)
     return host
 
 

@@ -185,7 +185,7 @@ SITUATIONS = {
     ),
     "large copies": Situation(
         "copying",
-        lambda has: (ps.Loader(LARGE if has else LARGE[:, :1024].copy(), batch_size=8, shuffle=True, epochs=15, workers=1), asleep(0.002)),
+        lambda has: (ps.Loader(LARGE if has else LARGE[:, :1024].copy(), batch_size=16, shuffle=True, epochs=30, workers=1), asleep(0.002)),
     ),
     "many leaves": Situation("transferring", lambda has: (ps.prefetch(_leaves(150, 400 if has else 1)), asleep(0.004))),
 }

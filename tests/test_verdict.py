@@ -106,6 +106,19 @@ def test_bound_by_the_transfer() -> None:
     assert "fewer leaves" in verdict.advice
 
 
+def test_many_leaves_hold_the_lock_from_the_step() -> None:
+    """It waits for no batch: each time that it wakes the transfer thread is in the calls for the next one."""
+    steps = Distribution(COUNT, 1.8, 0.03, 0, {bucket(0.006): 10, bucket(0.018): 90})
+    found = measured(step=0.018, transferring=spread(0.013), dispatching=0.0125 * 101)._replace(step=steps)
+    verdict = judge(found, DATASET)
+    assert (verdict.bound, verdict.possible_gain) == ("transferring", gain(0.018, 0.0055))
+    assert verdict.lost_share == pytest.approx(1 - 5.5 / 18)
+    assert "fewer leaves" in verdict.advice
+    assert judge(found._replace(step=spread(0.018)), DATASET).bound == "consumer", "no step is faster than others"
+    assert judge(found._replace(step=spread(0.018)), Setup(is_numbered=True, platform="cpu")).bound == "transferring"
+    assert judge(found._replace(dispatching=0.006 * 101), DATASET).bound == "consumer", "the calls are not what takes the time"
+
+
 def test_one_thread_pulls_and_others_transform() -> None:
     """Which of them is always at work tells, not what a batch takes: transforms run beside each other."""
     work = {"reading": spread(0.020), "transform": spread(0.060), "copying": spread(0.004)}

@@ -39,6 +39,17 @@ else."""
 FREE_STEPS = 0.05
 """So many steps, at least, find the interpreter's lock free where the others wait for it."""
 
+HELD_SHARE = 0.4
+"""Of the wall time: calls that take less do not make the step wait for the interpreter's lock much."""
+
+MOSTLY = 0.5
+"""Likewise, on the CPU backend, where nothing else than the calls takes a transfer's time."""
+
+UNEVEN = 0.75
+"""Steps that wait for the lock take unlike times: the fastest twentieth is below this part of the mean."""
+
+FEWER_LEAVES = "fewer leaves: each costs a call, so put small ones together into one array"
+
 NEXT_SECONDS = 2e-5
 """What a `next()` takes that need not wait."""
 
@@ -134,6 +145,8 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
         lost_to_lock = 1 - undisturbed * steps.count / wall
         if lost_to_lock >= LITTLE:
             return Verdict("lock", lost_to_lock, _gain(wall / steps.count, undisturbed), _lock_advice(measured, setup))
+    if (held := _held_by_dispatch(measured, steps, setup)) is not None:
+        return held
     if lost < LITTLE:
         return Verdict("consumer", lost, lost / (1 - lost), "")
     bound = _slowest(measured, steps, setup)
@@ -142,6 +155,19 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
         step = min(step, _undisturbed_step(measured))
     gain = _gain(wall / steps.count, max(step, _rest(measured, steps, setup, bound)))
     return Verdict(bound, lost, gain, _ADVICE[bound](measured, steps, setup))
+
+
+def _held_by_dispatch(measured: Measured, steps: Steps, setup: Setup) -> Verdict | None:
+    """Where the calls that begin transfers hold the interpreter's lock, so that the step waits for it and not for a batch."""
+    if not measured.is_dispatch or measured.dispatching < HELD_SHARE * measured.wall or steps.stalled > LITTLE * steps.wall:
+        return None
+    step = steps.busy / steps.count
+    free = _undisturbed_step(measured)
+    if free > UNEVEN * step and not (setup.platform == "cpu" and measured.dispatching > MOSTLY * measured.wall):
+        return None  # it does not wait for the lock, whoever holds it: it may wait for the device
+    undisturbed = min(free, max(step - measured.dispatching / measured.batches, LITTLE * step))
+    lost = 1 - undisturbed * steps.count / steps.wall
+    return Verdict("transferring", lost, _gain(steps.wall / steps.count, undisturbed), FEWER_LEAVES)
 
 
 def _undisturbed_step(measured: Measured) -> float:
@@ -266,7 +292,7 @@ def _copying_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
 def _transferring_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
     del steps
     if measured.is_dispatch:
-        return "fewer leaves: each costs a call, so put small ones together into one array"
+        return FEWER_LEAVES
     if setup.wide_share > 0.5:
         return "send a smaller dtype (uint8) over the bus, and convert it in device_transform="
     return "send fewer bytes a step" if setup.depth >= 4 else "depth=4 evens out slow transfers"

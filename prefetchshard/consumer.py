@@ -91,7 +91,7 @@ class Consumer:
             if recorder.first_next_at is None:
                 recorder.first_batch_seconds = max(0.0, item.times.ready_at - recorder.began_at)
                 self.factory.specs.remember(item, x64=self.run.context.x64)
-                recorder.setup = self.factory.setup(recorder.setup.workers)
+                recorder.setup = self.factory.setup(recorder.setup.workers, item)
                 recorder.first_next_at = began
             # No call from here on, so no Ctrl-C and no other thread in between: it is handed out and counted, or neither.
             recorder.stall_seconds += now - began

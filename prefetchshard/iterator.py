@@ -135,7 +135,7 @@ class LoaderIterator(Generic[Batch_co]):
         At any time, also after the end of the run.
 
         Args:
-            path: of the file, by custom `*.json`; it is compressed where that ends with ".gz".
+            path: of the file, such as `loader.json`; it is compressed where that ends with ".gz".
 
         Raises:
             OSError: it cannot be written.

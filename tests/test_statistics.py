@@ -7,12 +7,14 @@ import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import prefetchshard as ps
 from prefetchshard.measuring.delivered import CAUSES, Delivered, Steps
 from prefetchshard.measuring.distribution import LEAST_SECONDS, Distribution, Durations
 from prefetchshard.measuring.locking import LATE_SHARE, MOST_PROBE_SECONDS, PROBE_SECONDS, Locking, LockProbes
@@ -399,3 +401,11 @@ def test_what_ctrl_c_cuts_off_is_not_added_twice(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(KeyboardInterrupt):
             recorder.sum_up()
     assert stats_of(recorder).stages.reading.count == 5
+
+
+def test_who_takes_the_batches_may_have_other_jax_settings() -> None:
+    """Advice depends on what a batch is, as it was made: it is not planned anew under the settings of this thread."""
+    with jax.enable_x64(True):
+        iterator = iter(ps.Loader(np.arange(16) + 2**40, batch_size=8, narrow="error"))
+    assert [int(batch[0]) - 2**40 for batch in iterator] == [0, 8]
+    assert iterator.stats().setup.wide_share == 1.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from prefetchshard.base.clock import Clock
@@ -14,6 +15,7 @@ from prefetchshard.base.errors import UsedUpError
 from prefetchshard.base.event_loop import HomeLoop, running_loop
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.position import Position, StartPoint
+from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.batch_specs import BatchSpecs
 from prefetchshard.building.checks import check_endless, check_last_rows, check_rows, check_source, global_rows
 from prefetchshard.building.choices import Workers, choose_workers, describe, keeper, make_limits, make_order, takes_processes
@@ -23,6 +25,7 @@ from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.measuring.setup import Setup
 from prefetchshard.placing.device_transform import DeviceTransform
+from prefetchshard.placing.placed_batch import PlacedBatch
 from prefetchshard.placing.placer import Placer
 from prefetchshard.placing.transfer_loops import ReadyQueue, TransferLimits
 from prefetchshard.queues.bounded_queue import BoundedQueue, CountedQueue
@@ -287,10 +290,17 @@ class RunFactory:
 
     # -- looking
 
-    def setup(self, workers: int) -> Setup:
-        """How the loader was made, with what is known of its batches; `workers`: reader threads."""
+    def setup(self, workers: int, batch: PlacedBatch | None = None) -> Setup:
+        """How the loader was made, for advice.
+
+        Args:
+            workers: reader threads.
+            batch: one of its batches; None: there is none yet.
+        """
         settings, source = self._settings, self._source
-        leaves = self.specs.known() or ()
+        leaves: Sequence[LeafSpec] = ()
+        with contextlib.suppress(ValueError, TypeError):  # of odd things that are kept on the host
+            leaves = () if batch is None else batch.spec()
         total = sum(leaf.bytes_per_device for leaf in leaves)
         wide = sum(
             leaf.bytes_per_device for leaf in leaves if getattr(leaf.dtype, "kind", "V") in "iuf" and leaf.dtype.itemsize >= WIDE_BYTES

@@ -44,7 +44,7 @@ NEEDED = {"computes on 2": 2, "computes on 16": 16, "Python": 1, "Python on 16":
 # --- the policy, on simulated machines
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
 @pytest.mark.parametrize("name", STEADY)
 def test_it_finds_the_best_number_within_50_batches(name: str, seed: int) -> None:
     work, cores = STEADY[name]
@@ -56,7 +56,7 @@ def test_it_finds_the_best_number_within_50_batches(name: str, seed: int) -> Non
     assert len(late) <= (12 if name == "sleeps and computes" else 4)  # it does not flap
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("name", STEADY)
 def test_a_slow_consumer_keeps_few_threads(name: str, seed: int) -> None:
     work, cores = STEADY[name]

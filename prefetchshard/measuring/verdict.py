@@ -144,7 +144,7 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
         undisturbed = min(_undisturbed_step(measured), steps.busy / steps.count)
         lost_to_lock = 1 - undisturbed * steps.count / wall
         if lost_to_lock >= LITTLE:
-            return Verdict("lock", lost_to_lock, _gain(wall / steps.count, undisturbed), _lock_advice(measured, setup))
+            return Verdict("lock", lost_to_lock, _gain(wall / steps.count, undisturbed), _lock_advice(setup))
     if (held := _held_by_dispatch(measured, steps, setup)) is not None:
         return held
     if lost < LITTLE:
@@ -224,11 +224,6 @@ def _tell_by_use(measured: Measured, waits: dict[Bound, float]) -> None:
         waits["reading"], waits["transform"], waits["copying"] = 0.0, share * in_readers, (1 - share) * in_readers
 
 
-def _transfer(measured: Measured) -> float:
-    """Seconds of transfer a batch."""
-    return measured.transferring.mean
-
-
 def _rest(measured: Measured, steps: Steps, setup: Setup, bound: Bound) -> float:
     """Seconds a step of what would be the slowest stage without this one."""
     work = {"reading": measured.reading.mean, "transform": measured.transform.mean, "copying": measured.copying.mean}
@@ -242,14 +237,13 @@ def _rest(measured: Measured, steps: Steps, setup: Setup, bound: Bound) -> float
         others = beside if bound == "reading" else measured.source[1] / batches
     else:
         others = steps.wall / steps.count * (total - work[bound]) / total if total else 0.0
-    return max(others, _transfer(measured))
+    return max(others, measured.transferring.mean)
 
 
 # -- advice
 
 
-def _lock_advice(measured: Measured, setup: Setup) -> str:
-    del measured
+def _lock_advice(setup: Setup) -> str:
     if setup.is_numbered or setup.has_functions:
         return f"workers=ps.Processes({setup.cpus}) computes in processes, beside each other"
     return "the source computes in Python in one thread: let it yield what is cheap, and do the rest in transform= with ps.Processes(n)"

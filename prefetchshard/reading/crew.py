@@ -137,17 +137,19 @@ class Crew:
             if self._most is not None:
                 bounds = Bounds(min(bounds.for_work, self._most), min(bounds.most, self._most))
             decision = control.decide(control.measure(), self.wanted, bounds)
-            if decision is not None:
-                self._become(decision, control, hire, recall)
+            if decision is not None and min(decision.workers, bounds.most) != self.wanted:
+                self._become(min(decision.workers, bounds.most), decision.reason, control, hire, recall)
         finally:
             control.lock.release()
 
-    def _become(self, decision: Decision, control: Control, hire: Callable[[int], None], recall: Callable[[int], None]) -> None:
-        before, self.wanted = self.wanted, decision.workers
-        _log.info("%d reader threads, %d before: %s", decision.workers, before, decision.reason)
-        control.resize(decision.workers)
-        if decision.workers < before:
-            recall(before - decision.workers)
+    def _become(
+        self, workers: int, reason: str, control: Control, hire: Callable[[int], None], recall: Callable[[int], None]
+    ) -> None:
+        before, self.wanted = self.wanted, workers
+        _log.info("%d reader threads, %d before: %s", workers, before, reason)
+        control.resize(workers)
+        if workers < before:
+            recall(before - workers)
         else:
             self._hire(control, hire)
 

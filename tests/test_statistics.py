@@ -99,9 +99,9 @@ def test_what_was_added_since() -> None:
     [
         (10.0, 9.0, 9.5, 10.0, {"reading": 2.25, "transform": 4.5, "copying": 2.25, "transferring": 1.0}),
         (10.0, -1.0, 4.0, 7.0, {"transferring": 7.0, "handing_over": 3.0}),  # read before, and the transfer was busy with others
-        (10.0, -3.0, -2.0, -1.0, {"handing_over": 10.0}),
+        (10.0, -3.0, -2.0, -1.0, {"handing_over": 10.0, "ahead": 1.0}),
         (10.0, 10.0, 10.0, 10.0, {"reading": 2.5, "transform": 5.0, "copying": 2.5}),
-        (0.0, -3.0, -2.0, -1.0, {}),
+        (0.0, -3.0, -2.0, -1.0, {"ahead": 1.0}),
     ],
 )
 def test_a_wait_is_for_where_its_batch_was(taken: float, read: float, dispatch: float, ready: float, expected: dict[str, float]) -> None:
@@ -130,7 +130,9 @@ def test_start_up_and_the_first_step_are_apart() -> None:
     for i, (began, got) in enumerate(zip(asked, taken, strict=True)):
         delivered.add([batch(i, began, got, read=got, ready=got if got > began else began - 0.5)], warm_up=9)
     assert delivered.start_up_seconds == 4.0
-    assert seconds_of(delivered.warm_up) == {"count": 4, "busy": 3.0, "stalled": 2.0, "reading": 2.0}, "not the 6 s of the first step"
+    assert seconds_of(delivered.warm_up) == {"count": 4, "busy": 3.0, "stalled": 2.0, "reading": 2.0, "ahead": 1.5}, (
+        "not the 6 s of the first step"
+    )
     assert seconds_of(delivered.steady) == {"count": 2, "busy": 2.0, "stalled": 4.0, "reading": 4.0}
     assert (delivered.next.count, delivered.next.largest, delivered.next.largest_step) == (6, 2.0, 4)
     assert (delivered.step.count, delivered.step.total) == (5, 5.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -99,11 +100,25 @@ def test_bound_by_the_transfer() -> None:
     found = measured(stalled={"transferring": 0.009, "handing_over": 0.001}, readers=(4, 6.0, 6.0), **work)
     verdict = judge(found, DATASET)
     assert (verdict.bound, verdict.possible_gain) == ("transferring", gain(0.020, 0.015))
-    assert "depth=4" in verdict.advice
+    assert "fewer bytes" in verdict.advice
     assert "smaller dtype" in judge(found, Setup(is_numbered=True, wide_share=0.9)).advice
-    assert "fewer bytes" in judge(found, Setup(is_numbered=True, depth=4)).advice
     verdict = judge(found._replace(dispatching=1.9, step=Distribution(COUNT, 1.0, 0.02, 0, {COUNT: 6, 10 * COUNT: 94})), DATASET)
     assert "fewer leaves" in verdict.advice
+
+
+@pytest.mark.parametrize("stage", ["reading", "transform", "copying", "transferring"])
+def test_batches_that_are_late_now_and_then(stage: str) -> None:
+    """Most were ready long before: more of them ready even out the late ones."""
+    found = measured(stalled={stage: 0.002}, readers=(4, 0.6, 0.3), **{stage: spread(0.006)})
+    even = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.001))
+    uneven = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.009))
+    assert judge(uneven, DATASET).bound == judge(even, DATASET).bound == stage
+    assert judge(uneven, DATASET).advice.startswith('depth="auto": ')
+    assert "depth" not in judge(even, DATASET).advice
+    assert "depth" not in judge(uneven, msgspec.structs.replace(DATASET, depth_grows=True)).advice, "it is evened out already"
+    waits = msgspec.structs.replace(found.steady, ahead=COUNT * 9.0)
+    compiled = found._replace(warm_up=waits, steady=found.steady)
+    assert "depth" not in judge(compiled, DATASET).advice, "while the first step was compiled, all were ready"
 
 
 def test_many_leaves_hold_the_lock_from_the_step() -> None:

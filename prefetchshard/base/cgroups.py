@@ -1,4 +1,4 @@
-"""What Linux's control groups (cgroups, versions 1 and 2) allow this process. A container is such a group, and may lie in others.
+"""How much memory the machine has, and what Linux's control groups (cgroups, versions 1 and 2) allow this process. A container is such a group, and may lie in others.
 
 A limit holds for a group and for all groups in it, so the smallest one on the way up counts. Elsewhere there are no such limits.
 """
@@ -6,6 +6,7 @@ A limit holds for a group and for all groups in it, so the smallest one on the w
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -46,6 +47,14 @@ def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
     """
     found = [limit for folder in _folders("memory", root) if (limit := _memory_of(folder)) is not None]
     return min(found, key=lambda limit: limit.available_bytes, default=None)
+
+
+def physical_bytes() -> int | None:
+    """Memory of the machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _cpus_of(folder: Path) -> float:

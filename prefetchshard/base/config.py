@@ -145,7 +145,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: int | None
     workers: int | Literal["auto"] | Processes
     reuses_buffers: bool
-    depth: int
+    depth: int | Literal["auto"]
     read_ahead: int | None = None
     narrow: Narrow
     device_memory: int | None
@@ -159,7 +159,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.remainder, Pad):
             _one_of("remainder", self.remainder, ("auto", "drop", "keep", "error", "pad"), " or ps.Pad(...)")
         _one_of("narrow", self.narrow, ("check", "error", "allow"))
-        at_least("depth", self.depth, 1)
+        if self.depth != "auto":
+            at_least("depth", self.depth, 1, "; 'auto' to follow the run")
         at_least("read_ahead", self.read_ahead, 1, "; None: as far as the other settings allow", optional=True)
         at_least("seed", self.seed, 0)
         at_least("epochs", self.epochs, 1, "; None for ever", optional=True)

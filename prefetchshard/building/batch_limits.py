@@ -8,6 +8,7 @@ import msgspec
 
 from prefetchshard.base.config import Settings
 from prefetchshard.base.limits import Limits, within_bytes
+from prefetchshard.placing.depth import FIRST_DEPTH
 
 IN_FLIGHT = {"cpu": 2}
 """Transfers under way at once, where that is not `MOST_IN_FLIGHT`."""
@@ -42,6 +43,8 @@ class BatchLimits:
 
     Args:
         settings: of the loader.
+        most_depth: batches that a run may keep ready on the devices, at times.
+        depth_bytes: that these take on each device, at most, though at least `FIRST_DEPTH` are kept; None: the depth never changes.
         in_flight: transfers under way at once.
         read_at_once: how many host batches there are by the number of threads.
         most_workers: so many threads a run may have at times.
@@ -49,7 +52,8 @@ class BatchLimits:
         small_go_in_bursts: small batches wait for nothing, so that handing over is what they cost.
 
     Attributes:
-        now: the limits in force, where a run has the most threads.
+        now: the limits in force, where a run has the most threads and the greatest depth.
+        depth_grows: a run may keep more batches ready than at its beginning.
         rows_on_devices_bytes: of a batch on one device, where what is planned is row numbers (`OnDevice`); else 0.
     """
 
@@ -57,6 +61,8 @@ class BatchLimits:
         self,
         settings: Settings,
         *,
+        most_depth: int,
+        depth_bytes: float | None,
         in_flight: int,
         read_at_once: ReadAtOnce,
         most_workers: int,
@@ -64,6 +70,9 @@ class BatchLimits:
         small_go_in_bursts: bool,
     ) -> None:
         self._settings = settings
+        self._most_depth = most_depth
+        self._depth_bytes = depth_bytes
+        self.depth_grows = depth_bytes is not None
         self._in_flight = in_flight
         self._read_at_once = read_at_once
         self._most_workers = most_workers
@@ -71,7 +80,7 @@ class BatchLimits:
         self._small_go_in_bursts = small_go_in_bursts
         self._host_bytes = self._device_bytes = 0  # the most so far
         self.rows_on_devices_bytes = 0
-        self.now = Limits(settings.depth, in_flight, in_flight + read_at_once.by(most_workers)).kept_to(settings.read_ahead)
+        self.now = Limits(most_depth, in_flight, in_flight + read_at_once.by(most_workers)).kept_to(settings.read_ahead)
 
     @property
     def is_small(self) -> bool:
@@ -93,8 +102,8 @@ class BatchLimits:
         self.now = self.of(self._most_workers)
         return self.now
 
-    def of(self, workers: int) -> Limits:
-        """The limits of a run that has so many threads.
+    def of(self, workers: int, depth: int | None = None) -> Limits:
+        """The limits of a run that has so many threads and keeps so many batches ready, if it may; None: as many as it may.
 
         Raises:
             ConfigError: as above.
@@ -103,8 +112,11 @@ class BatchLimits:
         if self.is_small:
             slots = max(slots, SMALL_SLOTS)
         settings = self._settings
+        depth = self._most_depth if depth is None else min(depth, self._most_depth)
+        if self._depth_bytes is not None and self._device_bytes:
+            depth = min(depth, max(FIRST_DEPTH, int(self._depth_bytes // self._device_bytes)))
         return within_bytes(
-            Limits(settings.depth, self._in_flight, slots).kept_to(settings.read_ahead),
+            Limits(depth, self._in_flight, slots).kept_to(settings.read_ahead),
             batch_bytes=self._host_bytes,
             device_bytes=self._device_bytes,
             host_memory=settings.host_memory,

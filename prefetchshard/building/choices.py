@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from prefetchshard.base.cgroups import memory_limit, physical_bytes
 from prefetchshard.base.config import Processes, Settings
 from prefetchshard.base.cpus import cpu_count
 from prefetchshard.base.errors import ConfigError
@@ -16,6 +18,7 @@ from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits, ReadAtOn
 from prefetchshard.building.checks import check_last_rows
 from prefetchshard.leaves.copying import private_copy
 from prefetchshard.ordering.epoch_order import EpochOrder
+from prefetchshard.placing.depth import FIRST_DEPTH, MOST_DEPTH
 from prefetchshard.reading.full_rows import too_few
 from prefetchshard.sharding.batch_tree import in_brackets, leaf_paths
 from prefetchshard.sharding.rules import ShardingRules
@@ -29,6 +32,9 @@ MOST_WAITING = 48
 
 MOST_WHOLE = 16
 """The same where each needs the room of a whole batch."""
+
+DEPTH_SHARE = 1 / 16
+"""Of a device's memory, what `depth="auto"` fills at most with batches that are ready: the rest belongs to the training step."""
 
 FIRST_COPYING = 8
 """Threads that copy arrays, at the beginning. More seldom bring more, as memory is then what is slow."""
@@ -102,8 +108,15 @@ def make_order(source: Source, settings: Settings, rules: ShardingRules, batch_s
     return order
 
 
-def make_limits(source: Source, settings: Settings, *, batch_size: int | None, workers: Workers, platform: str) -> BatchLimits:
+def make_limits(source: Source, settings: Settings, *, batch_size: int | None, workers: Workers, device: Any) -> BatchLimits:
     """How many batches may be where.
+
+    Args:
+        source: of the loader.
+        settings: likewise.
+        batch_size: rows of a step.
+        workers: reader threads.
+        device: the first that gets batches.
 
     Raises:
         ConfigError: `read_ahead` is so small that the run could not go on.
@@ -115,14 +128,32 @@ def make_limits(source: Source, settings: Settings, *, batch_size: int | None, w
             f"read_ahead=1: under remainder={settings.remainder!r} a batch with fewer rows than the first is not delivered before the source "
             f"was asked for the next one, which tells whether it is the last; read_ahead=2 is the least here"
         )
+    platform: str = device.platform
+    grows = settings.depth == "auto" and not source.stays_on_devices  # which always takes the same time
     return BatchLimits(
         settings,
+        most_depth=MOST_DEPTH if grows else first_depth(settings),
+        depth_bytes=memory_bytes(device) * DEPTH_SHARE if grows else None,
         in_flight=IN_FLIGHT.get(platform, MOST_IN_FLIGHT),
         read_at_once=_batches_read_at_once(source, settings, batch_size, workers.most),
         most_workers=workers.most,
         least_slots=2 if holds_back else 1,
         small_go_in_bursts=platform == "cpu",
     )
+
+
+def first_depth(settings: Settings) -> int:
+    """Batches that the first run of a loader keeps ready to begin with."""
+    return FIRST_DEPTH if settings.depth == "auto" else settings.depth
+
+
+def memory_bytes(device: Any) -> float:
+    """Memory of a device; infinite where nobody tells. On the CPU backend that is the host's, as far as this process may use it."""
+    stats: dict[str, int] | None = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    limit, physical = memory_limit(), physical_bytes()
+    return min(math.inf if limit is None else limit.limit_bytes, physical or math.inf)
 
 
 def _batches_read_at_once(source: Source, settings: Settings, batch_size: int | None, processes: int) -> ReadAtOnce:

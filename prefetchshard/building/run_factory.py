@@ -18,9 +18,10 @@ from prefetchshard.base.position import Position, StartPoint
 from prefetchshard.base.specs import LeafSpec
 from prefetchshard.building.batch_specs import BatchSpecs
 from prefetchshard.building.checks import check_endless, check_last_rows, check_rows, check_source, global_rows
-from prefetchshard.building.choices import Workers, choose_workers, describe, keeper, make_limits, make_order, takes_processes
+from prefetchshard.building.choices import Workers, choose_workers, describe, first_depth, keeper, make_limits, make_order, takes_processes
 from prefetchshard.building.measured_load import measure_of
 from prefetchshard.building.other_names import refuse_as_sharding
+from prefetchshard.building.room import Room
 from prefetchshard.building.steps import steps_of_run
 from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.measuring.setup import Setup
@@ -101,6 +102,7 @@ class RunFactory:
         rules: ShardingRules = resolve(sharding, host)
         self.batch_size = global_rows(settings, rules)
         self._workers: Workers = choose_workers(self._source, settings, self.batch_size)
+        self._last_room: Room | None = None  # likewise
         self._last_crew: tuple[Crew, Controller] | None = None  # of the run that was made last
         self.stall_warning_seconds = settings.stall_warning_seconds
         check_source(self._source, settings)
@@ -109,9 +111,7 @@ class RunFactory:
         self._order = make_order(self._source, settings, rules, self.batch_size)
         self._rules = rules
         self._device = rules.device()
-        self._limits = make_limits(
-            self._source, settings, batch_size=self.batch_size, workers=self._workers, platform=self._device.platform
-        )
+        self._limits = make_limits(self._source, settings, batch_size=self.batch_size, workers=self._workers, device=self._device)
         self._ring: Staging | None = None
         self.fingerprint = fingerprint_of(settings, self._source, self.batch_size)
         self.next_start = StartPoint(resumes_by="replay" if self._order is None else "index")
@@ -158,7 +158,8 @@ class RunFactory:
         staging = self._staging()
         device_transform = None if self._device_transform is None else self._device_transform.under(context)
         limits, crew = self._limits, Crew(self._first_workers())
-        now = limits.of(crew.wanted)
+        depth = self._first_depth()
+        now = limits.of(crew.wanted, depth)
         recorder = Recorder(clock)
         recorder.warm_up = now.ahead
         recorder.setup = self.setup(crew.wanted)
@@ -170,24 +171,22 @@ class RunFactory:
             queue = CountedQueue(now.slots, now.read_ahead, outbox, clock=clock)
         transfers = TransferLimits(now.in_flight)
         choice = CopyChoice(self._device.platform)
-
-        def resize(workers: int) -> None:
-            fitting = limits.of(workers)
-            recorder.warm_up = fitting.ahead
-            queue.capacity, outbox.capacity, transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
-            queue.senders.wake()  # there may be more room
+        room = Room(limits, crew, depth, queue, outbox, transfers, recorder)
+        if limits.depth_grows:
+            transfers.watch = room.watch
+            self._last_room = room
 
         def fit(host_bytes: int, device_bytes: int) -> None:
             limits.fit(host_bytes, device_bytes)
             queue.in_bursts = outbox.in_bursts = limits.is_small
-            resize(crew.wanted)
+            room.resize()
             choice.batches_take(host_bytes)
 
         in_processes = takes_processes(self._source, settings)
         if isinstance(settings.workers, Processes) and not in_processes:
             _log.debug("%s has nothing to do but copy: the source is read by %d threads", settings.workers, crew.wanted)
         if self._workers.are_controlled:
-            self._control(crew, recorder, queue, outbox, resize)
+            self._control(crew, recorder, queue, outbox, room.resize)
         planner = self.specs.planner(context.x64, fit, rows)
         plan = ReadingPlan(
             functions=UserFunctions(settings.transform, settings.collate, settings.seed, makes_examples=self.batch_size is not None),
@@ -235,7 +234,11 @@ class RunFactory:
         crew, controller = self._last_crew
         return crew.wanted if controller.is_lock_bound else max(first, crew.wanted)
 
-    def _control(self, crew: Crew, recorder: Recorder, queue: HostQueue, outbox: ReadyQueue, resize: Callable[[int], None]) -> None:
+    def _first_depth(self) -> int:
+        """How many batches the next run keeps ready: as many as the last one found out."""
+        return first_depth(self._settings) if self._last_room is None else self._last_room.depth
+
+    def _control(self, crew: Crew, recorder: Recorder, queue: HostQueue, outbox: ReadyQueue, resize: Callable[[], None]) -> None:
         """Let the number of threads follow what the run needs."""
         limits, workers = self._limits, self._workers
 
@@ -313,7 +316,7 @@ class RunFactory:
             processes=workers if takes_processes(source, settings) else 0,
             has_functions=settings.transform is not None or settings.collate is not None,
             reuses_buffers=settings.reuses_buffers,
-            depth=settings.depth,
+            depth_grows=self._limits.depth_grows,
             cpus=self._cpus,
             platform=self._device.platform,
             wide_share=wide / total if total else 0.0,

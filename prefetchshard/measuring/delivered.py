@@ -32,6 +32,7 @@ class Steps(msgspec.Struct, frozen=True):
         copying: being copied into staging memory.
         transferring: waiting for its transfer, or in it.
         handing_over: ready, and not handed out yet: what waking a thread takes.
+        ahead: that batches were ready before they were asked for.
     """
 
     count: int = 0
@@ -42,6 +43,7 @@ class Steps(msgspec.Struct, frozen=True):
     copying: float = 0.0
     transferring: float = 0.0
     handing_over: float = 0.0
+    ahead: float = 0.0
 
     @property
     def wall(self) -> float:
@@ -116,7 +118,7 @@ class Delivered:
             self.longest_wait = CAUSES[int(np.argmax([cause[first:][stalled[first:].argmax()] for cause in causes]))]
         if first:
             self.start_up_seconds = float(stalled[0])
-        columns = np.stack([np.ones_like(asked), asked - before, stalled, *causes])
+        columns = np.stack([np.ones_like(asked), asked - before, stalled, *causes, np.maximum(0.0, asked - ready)])
         if self.batches < 2:
             columns[1, : max(0, 2 - self.batches)] = 0.0  # nothing came before the first batch, and the first step compiles
         self.step.add(columns[1, max(0, 2 - self.batches) :], steps[max(0, 2 - self.batches) :])

@@ -50,6 +50,8 @@ UNEVEN = 0.75
 
 FEWER_LEAVES = "fewer leaves: each costs a call, so put small ones together into one array"
 
+EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for, so that more of them ready even out those that are late'
+
 NEXT_SECONDS = 2e-5
 """What a `next()` takes that need not wait."""
 
@@ -154,7 +156,8 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
     if bound == "transferring" and measured.is_dispatch:  # which computes in Python
         step = min(step, _undisturbed_step(measured))
     gain = _gain(wall / steps.count, max(step, _rest(measured, steps, setup, bound)))
-    return Verdict(bound, lost, gain, _ADVICE[bound](measured, steps, setup))
+    is_uneven = measured.steady.ahead > steps.stalled and not setup.depth_grows
+    return Verdict(bound, lost, gain, EVEN_OUT if is_uneven else _ADVICE[bound](measured, steps, setup))
 
 
 def _held_by_dispatch(measured: Measured, steps: Steps, setup: Setup) -> Verdict | None:
@@ -289,7 +292,7 @@ def _transferring_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
         return FEWER_LEAVES
     if setup.wide_share > 0.5:
         return "send a smaller dtype (uint8) over the bus, and convert it in device_transform="
-    return "send fewer bytes a step" if setup.depth >= 4 else "depth=4 evens out slow transfers"
+    return "send fewer bytes a step"
 
 
 _ADVICE = {"reading": _reading_advice, "transform": _transform_advice, "copying": _copying_advice, "transferring": _transferring_advice}

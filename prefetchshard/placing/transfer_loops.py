@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from prefetchshard.measuring.recorder import Recorder
@@ -33,12 +34,14 @@ class TransferLimits:
 
     Attributes:
         in_flight: most transfers pending at once; lowered when a batch is so large that fewer fit into memory.
+        watch: called for each batch that is ready, before it waits for room, which it may change; None: nobody watches.
     """
 
-    __slots__ = ("in_flight",)
+    __slots__ = ("in_flight", "watch")
 
-    def __init__(self, in_flight: int) -> None:
+    def __init__(self, in_flight: int, watch: Callable[[], None] | None = None) -> None:
         self.in_flight = in_flight
+        self.watch = watch
 
 
 def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferLimits, recorder: Recorder) -> None:
@@ -64,14 +67,14 @@ def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferL
                     break
                 if host is not EMPTY:
                     pending.append(_dispatch(placer, host))
-            elif not _deliver(placer, pending, inbox, outbox, recorder):
+            elif not _deliver(placer, pending, inbox, outbox, limits, recorder):
                 break
         failure = inbox.failure
     except BaseException as error:  # noqa: BLE001 - a thread has no caller: the queue carries the error to the consumer
         failure = error
     try:
         while pending and not outbox.cancelled:  # dispatched before the failure, so delivered before it
-            if not _deliver(placer, pending, inbox, outbox, recorder):
+            if not _deliver(placer, pending, inbox, outbox, limits, recorder):
                 break
     except BaseException as error:  # noqa: BLE001 - as above; this batch comes before the one that failed above
         failure = error
@@ -98,9 +101,13 @@ def _dispatch(placer: Placer, host: HostBatch) -> PendingTransfer:
         raise noted(error, host)  # noqa: B904 - it is that error, or has it as its cause
 
 
-def _deliver(placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue, recorder: Recorder) -> bool:
+def _deliver(
+    placer: Placer, pending: deque[PendingTransfer], inbox: Inbox, outbox: ReadyQueue, limits: TransferLimits, recorder: Recorder
+) -> bool:
     try:
         placed = _land(placer, pending.popleft())
+        if limits.watch is not None:
+            limits.watch()
         if not outbox.has_room:
             _wait_for_others(placer, pending)
             _wait_for_room(outbox, recorder)

@@ -28,7 +28,7 @@ class Control:
         decide: the policy.
         measure: what the run has done so far.
         bounds: how many threads there may be.
-        resize: called with each new number before threads come, and after they were told to go.
+        resize: called for each new number before threads come, and after they were told to go.
         recorder: of what the threads do.
     """
 
@@ -37,7 +37,7 @@ class Control:
         decide: Callable[[Load, int, Bounds], Decision | None],
         measure: Callable[[], Load],
         bounds: Callable[[], Bounds],
-        resize: Callable[[int], None],
+        resize: Callable[[], None],
         recorder: Recorder,
     ) -> None:
         self.decide = decide
@@ -142,12 +142,10 @@ class Crew:
         finally:
             control.lock.release()
 
-    def _become(
-        self, workers: int, reason: str, control: Control, hire: Callable[[int], None], recall: Callable[[int], None]
-    ) -> None:
+    def _become(self, workers: int, reason: str, control: Control, hire: Callable[[int], None], recall: Callable[[int], None]) -> None:
         before, self.wanted = self.wanted, workers
         _log.info("%d reader threads, %d before: %s", workers, before, reason)
-        control.resize(workers)
+        control.resize()
         if workers < before:
             recall(before - workers)
         else:
@@ -165,7 +163,7 @@ class Crew:
                 self._present.discard(number)
             if self._most is not None:
                 self.wanted = self._most
-                control.resize(self.wanted)
+                control.resize()
             return
 
     def _next_number(self) -> int | None:

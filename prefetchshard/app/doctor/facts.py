@@ -16,7 +16,7 @@ import jax
 import msgspec
 
 from prefetchshard import __version__
-from prefetchshard.base.cgroups import ROOT, memory_limit
+from prefetchshard.base.cgroups import ROOT, memory_limit, physical_bytes
 from prefetchshard.base.cpus import cpu_affinity, cpu_quota
 from prefetchshard.base.jax_context import mesh_in_force
 from prefetchshard.base.jax_types import config
@@ -194,17 +194,10 @@ def host_memory(root: Path = ROOT) -> HostMemory:
     limit = memory_limit(root)
     left = [found.get("MemAvailable"), None if limit is None else limit.available_bytes]
     return HostMemory(
-        total_bytes=found.get("MemTotal", _physical_bytes()),
+        total_bytes=found.get("MemTotal", physical_bytes()),
         available_bytes=min([nbytes for nbytes in left if nbytes is not None], default=None),
         limit_bytes=None if limit is None else limit.limit_bytes,
     )
-
-
-def _physical_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 class Devices(msgspec.Struct, frozen=True):

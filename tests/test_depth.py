@@ -1,0 +1,265 @@
+"""How many batches are kept ready by themselves: what the policy decides in simulated loops, and loops for real."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import prefetchshard as ps
+from fakes import first
+from prefetchshard.building import choices, room
+from prefetchshard.placing.depth import CALM_SECONDS, FIRST_DEPTH, MOST_DEPTH, Change, DepthController
+from support import no_threads, wait_until
+
+STEP = 0.010
+
+
+class Loop:
+    """A producer that makes one batch after the other, and a consumer that takes them. No real time.
+
+    Args:
+        make: seconds that a batch takes, by its number.
+        most: places that memory allows.
+        step: seconds that the consumer takes for a batch.
+    """
+
+    def __init__(self, make: Callable[[int], float], *, most: int = MOST_DEPTH, step: float = STEP) -> None:
+        self.make, self.most, self.step = make, most, step
+        self.controller = DepthController()
+        self.depth = FIRST_DEPTH
+        self.depths: list[int] = []
+        self.reasons: list[str] = []
+        self.number = 0
+        self.made_at = 0.0  # when the producer goes on
+        self.taken = deque[float]()  # when batches that were made are taken
+        self.asks_at = 0.0  # when the consumer asks next
+        self.stalls: list[tuple[float, float]] = []  # when, and for how long
+        self.stalled, self.counted = 0.0, 0
+
+    def run(self, batches: int) -> Loop:
+        for _ in range(batches):
+            ready_at = self.made_at + self.make(self.number)
+            self.number += 1
+            while self.taken and self.taken[0] <= ready_at:
+                self.taken.popleft()
+            while self.counted < len(self.stalls) and self.stalls[self.counted][0] <= ready_at:
+                self.stalled += self.stalls[self.counted][1]
+                self.counted += 1
+            change = self.controller.decide(ready_at, self.stalled, len(self.taken), self.depth, lambda: self.most)
+            if change is not None:
+                self.depth = change.depth
+                self.depths.append(change.depth)
+                self.reasons.append(change.reason)
+            while len(self.taken) >= self.depth:  # no room
+                ready_at = max(ready_at, self.taken.popleft())
+            taken_at = max(ready_at, self.asks_at)
+            if taken_at > self.asks_at and self.number > 1:
+                self.stalls.append((taken_at, taken_at - self.asks_at))
+            self.taken.append(taken_at)
+            self.asks_at = taken_at + self.step
+            self.made_at = ready_at
+        return self
+
+    def waits(self, last: int) -> float:
+        """The part of the time of about the last batches that was spent waiting."""
+        since = self.asks_at - last * self.step
+        return sum(took for at, took in self.stalls if at > since) / (last * self.step)
+
+
+def pauses(every: int, seconds: float, usual: float = 0.002) -> Callable[[int], float]:
+    return lambda number: seconds if number % every == every - 1 else usual
+
+
+@pytest.mark.parametrize(
+    ("every", "pause", "enough"),
+    [(10, 0.040, 4), (20, 0.100, 16), (50, 0.200, 32)],
+)
+def test_pauses_are_evened_out(every: int, pause: float, enough: int) -> None:
+    loop = Loop(pauses(every, pause)).run(20 * every)
+    assert loop.depth == enough
+    assert loop.depths == sorted(loop.depths)
+    assert loop.waits(5 * every) < 0.01
+    assert "times after all 2 places had been filled" in loop.reasons[0]
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.009, 0.011, 0.050])
+def test_what_takes_always_the_same_time_needs_no_depth(seconds: float) -> None:
+    assert Loop(lambda _: seconds).run(20_000).depths == []
+
+
+def test_a_single_pause_and_the_start_are_no_reason() -> None:
+    loop = Loop(lambda number: 5.0 if number in (0, 300) else 0.002).run(600)
+    assert loop.depths == []
+
+
+def test_pauses_that_cost_less_than_a_hundredth_are_left_alone() -> None:
+    assert Loop(pauses(400, 0.050)).run(5000).depths == []
+
+
+def test_what_brings_nothing_is_undone_and_left_alone_for_longer_and_longer() -> None:
+    """Each pause is far longer than all places together."""
+    loop = Loop(pauses(30, 10.0)).run(30 * 100)
+    assert set(loop.depths[::2]) == {4}
+    assert set(loop.depths[1::2]) == {FIRST_DEPTH}
+    assert "more brought nothing" in loop.reasons[1]
+    assert 4 <= len(loop.depths) <= 10  # in 1,000 s, as it waits for 60, 120, 240 and 480 s
+
+
+def test_memory_bounds_it() -> None:
+    loop = Loop(pauses(20, 0.100), most=5).run(400)
+    assert loop.depths == [4, 5]
+
+
+def test_what_is_not_used_any_more_is_given_up() -> None:
+    loop = Loop(lambda number: pauses(20, 0.100)(number) if number < 400 else 0.002).run(400)
+    assert loop.depth == 16
+    loop.run(round(6 * CALM_SECONDS / STEP))
+    assert loop.depth == FIRST_DEPTH
+    assert loop.depths[3:] == sorted(loop.depths[3:], reverse=True)
+    assert all(re.fullmatch(r"never fewer than \d+ were ready in 60 s", reason) for reason in loop.reasons[3:])
+
+
+def test_what_is_used_now_and_then_stays() -> None:
+    loop = Loop(pauses(20, 0.100)).run(round(5 * CALM_SECONDS / STEP))
+    assert loop.depths[:3] == [4, 8, 16]
+    assert loop.depth >= 10  # what the pauses need
+    assert loop.waits(3000) < 0.01
+
+
+def test_times_that_are_spread_out() -> None:
+    chance = random.Random(0)
+    loop = Loop(lambda _: chance.lognormvariate(-5.6, 1.2)).run(4000)
+    assert loop.depth >= 8
+    fixed = Loop(lambda _: chance.lognormvariate(-5.6, 1.2), most=FIRST_DEPTH).run(4000)
+    assert loop.waits(2000) < 0.6 * fixed.waits(2000)
+
+
+# --- loops for real
+
+
+class Pausing:
+    """Batches of eight rows; now and then one waits until the loop has used up what is ready."""
+
+    def __init__(self) -> None:
+        self.iterator: Any = None
+        self.loop_waits = threading.Event()
+
+    def __call__(self) -> Iterator[Any]:
+        for number in range(10_000):
+            if number % 100 == 99:
+                wait_until(lambda: self.iterator is None or self.iterator.stats().ready.receivers_waiting > 0)
+            yield np.full(8, number, np.int32)
+
+
+def run_with_pauses(loader: ps.Loader[Any], source: Pausing, batches: int) -> int:
+    source.iterator = iterator = iter(loader)
+    try:
+        for number in range(batches):
+            if number % 100 == 12:  # all places are filled, so that nothing can be made ahead
+                wait_until(
+                    lambda: iterator.stats().ready.senders_waiting > 0 or iterator.stats().ready.held >= iterator.stats().ready.capacity
+                )
+            assert first(next(iterator)) == number
+        return iterator.stats().ready.capacity
+    finally:
+        source.iterator = None
+        iterator.close()
+
+
+def test_it_grows_while_a_loop_goes_on(S: NamedSharding, caplog: Any) -> None:
+    source = Pausing()
+    loader = ps.prefetch(source, S, depth="auto")
+    assert loader.spec().ahead >= MOST_DEPTH
+    with caplog.at_level(logging.INFO, "prefetchshard.building.room"):
+        run_with_pauses(loader, source, 600)
+    assert any("times after all 2 places had been filled" in record.getMessage() for record in caplog.records)
+    assert no_threads()
+
+
+class Script:
+    """Decides for five places at the tenth batch."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def decide(self, at: float, stalled: float, ready: int, depth: int, most: Callable[[], int]) -> Change | None:
+        self.asked += 1
+        assert 0 <= ready <= depth <= most() <= MOST_DEPTH
+        return Change(5, "the script") if self.asked == 10 else None
+
+
+def test_what_was_decided_is_in_force_and_the_next_run_begins_with_it(S: NamedSharding, monkeypatch: Any) -> None:
+    monkeypatch.setattr(room, "DepthController", Script)
+    loader = ps.prefetch(lambda: iter(np.arange(8 * 60, dtype=np.int32).reshape(60, 8)), S, depth="auto")
+    iterator = iter(loader)
+    for i in range(20):
+        assert first(next(iterator)) == 8 * i
+    assert iterator.stats().ready.capacity == 5
+    wait_until(lambda: iterator.stats().ready.ready == 5)
+    assert [first(batch) for batch in iterator] == list(range(160, 480, 8))
+    again = iter(loader)
+    assert again.stats().ready.capacity == 5
+    again.close()
+    assert no_threads()
+
+
+@pytest.mark.parametrize(("bound", "most"), [({"device_memory": 6 * 4}, 4), ({"read_ahead": 3}, 3)])
+def test_bounds_hold_for_it(S: NamedSharding, bound: dict[str, Any], most: int) -> None:
+    """A batch of 8 rows of 4 bytes takes 4 bytes on each of 8 devices."""
+    source = Pausing()
+    assert run_with_pauses(ps.prefetch(source, S, depth="auto", **bound), source, 600) <= most
+
+
+def test_a_sixteenth_of_the_memory_is_the_most(S: NamedSharding, monkeypatch: Any) -> None:
+    monkeypatch.setattr(choices, "memory_bytes", lambda device: 16 * 4 * 5)
+    source = Pausing()
+    assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 600) <= 5
+    monkeypatch.setattr(choices, "memory_bytes", lambda device: 1)
+    source = Pausing()
+    assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 300) == FIRST_DEPTH  # never less
+
+
+def test_what_a_device_has(S: NamedSharding) -> None:
+    class Device:
+        platform = "gpu"
+
+        def memory_stats(self) -> Any:
+            return {"bytes_limit": 1000}
+
+    assert choices.memory_bytes(Device()) == 1000
+    device: Any = next(iter(S.device_set))
+    assert 1 << 26 < choices.memory_bytes(device) < 1 << 50  # the CPU backend: the host's
+
+
+def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:
+    data = {"x": np.arange(800).reshape(400, 2)}
+    loader = ps.Loader(data, S, batch_size=8, depth="auto", shuffle=True, seed=3)
+    other = ps.Loader(data, S, batch_size=8, shuffle=True, seed=3)
+    iterator = iter(loader)
+    got = [np.asarray(next(iterator)["x"]) for _ in range(20)]
+    state = iterator.state()
+    iterator.close()
+    rest = [np.asarray(batch["x"]) for batch in ps.Loader(data, S, batch_size=8, depth="auto", shuffle=True, seed=3, state=state)]
+    assert np.array_equal(np.stack([*got, *rest]), np.stack([np.asarray(batch["x"]) for batch in other]))
+
+
+def test_it_is_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
+    loader = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8, depth="auto")
+    iterator = iter(loader)
+    assert iterator.stats().ready.capacity == FIRST_DEPTH
+    assert len(list(iterator)) == 8
+
+
+@pytest.mark.parametrize("depth", ["Auto", "", 0, -1, 2.0, True, None])
+def test_anything_else_is_refused(depth: Any) -> None:
+    with pytest.raises(ps.ConfigError, match=r"depth=.*an integer, at least 1; 'auto' to follow the run"):
+        ps.Loader(np.zeros((8, 2)), batch_size=8, depth=depth)

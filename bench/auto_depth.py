@@ -58,7 +58,6 @@ def steady() -> Iterator[Any]:
 CASES: dict[str, Callable[[], Iterator[Any]]] = {
     "pauses": pausing(0.040, 20),
     "long pauses": pausing(0.100, 60),
-    "rare pauses": pausing(0.400, 250),
     "jitter": jitter,
     "never waits": pausing(0.001, 2),
     "always waits": steady,

@@ -81,7 +81,7 @@ def pauses(every: int, seconds: float, usual: float = 0.002) -> Callable[[int], 
 
 @pytest.mark.parametrize(
     ("every", "pause", "enough"),
-    [(10, 0.040, 4), (20, 0.100, 16), (50, 0.200, 32)],
+    [(10, 0.040, 8), (20, 0.100, 32), (50, 0.200, 32)],
 )
 def test_pauses_are_evened_out(every: int, pause: float, enough: int) -> None:
     loop = Loop(pauses(every, pause)).run(20 * every)
@@ -108,7 +108,7 @@ def test_pauses_that_cost_less_than_a_hundredth_are_left_alone() -> None:
 def test_what_brings_nothing_is_undone_and_left_alone_for_longer_and_longer() -> None:
     """Each pause is far longer than all places together."""
     loop = Loop(pauses(30, 10.0)).run(30 * 100)
-    assert set(loop.depths[::2]) == {4}
+    assert set(loop.depths[::2]) == {8}
     assert set(loop.depths[1::2]) == {FIRST_DEPTH}
     assert "more brought nothing" in loop.reasons[1]
     assert 4 <= len(loop.depths) <= 10  # in 1,000 s, as it waits for 60, 120, 240 and 480 s
@@ -116,21 +116,21 @@ def test_what_brings_nothing_is_undone_and_left_alone_for_longer_and_longer() ->
 
 def test_memory_bounds_it() -> None:
     loop = Loop(pauses(20, 0.100), most=5).run(400)
-    assert loop.depths == [4, 5]
+    assert loop.depths == [5]
 
 
 def test_what_is_not_used_any_more_is_given_up() -> None:
     loop = Loop(lambda number: pauses(20, 0.100)(number) if number < 400 else 0.002).run(400)
-    assert loop.depth == 16
+    assert loop.depth == 32
     loop.run(round(6 * CALM_SECONDS / STEP))
     assert loop.depth == FIRST_DEPTH
-    assert loop.depths[3:] == sorted(loop.depths[3:], reverse=True)
-    assert all(re.fullmatch(r"never fewer than \d+ were ready in 60 s", reason) for reason in loop.reasons[3:])
+    assert loop.depths[2:] == sorted(loop.depths[2:], reverse=True)
+    assert all(re.fullmatch(r"never fewer than \d+ were ready in 60 s", reason) for reason in loop.reasons[2:])
 
 
 def test_what_is_used_now_and_then_stays() -> None:
     loop = Loop(pauses(20, 0.100)).run(round(5 * CALM_SECONDS / STEP))
-    assert loop.depths[:3] == [4, 8, 16]
+    assert loop.depths[:2] == [8, 32]
     assert loop.depth >= 10  # what the pauses need
     assert loop.waits(3000) < 0.01
 

@@ -23,8 +23,12 @@ LEAST_STALL = 0.01
 STALLS = 2
 """Times that all batches were used up after all places had been filled. A single one may never come again."""
 
+GROWTH = 4
+"""Times as many places at once. With twice as many it was not clear whether they paid where a pause takes 25 steps (`bench/auto_depth.py`,
+"long pauses": one run of three ended at 2)."""
+
 WORTH = 0.9
-"""Twice the places pay where the waits, or the part of the time that they take, are below so much of what they were."""
+"""They pay where the waits, or the part of the time that they take, are below so much of what they were."""
 
 CALM_SECONDS = 60.0
 """What was not used for so long is given up, and what did not pay is not tried again for so long; then for twice as long."""
@@ -113,7 +117,7 @@ class DepthController:
     def _grow(self, at: float, seconds: float, lost: float, depth: int, most: Callable[[], int]) -> Change | None:
         if self._trial is not None or self._stalls < STALLS or lost < LEAST_STALL * seconds or at < self._quiet_until:
             return None
-        target = min(2 * depth, most())
+        target = min(GROWTH * depth, most())
         if target <= depth:
             return None
         self._trial = _Trial(depth, lost / self._stalls, lost / seconds)

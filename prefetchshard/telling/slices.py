@@ -15,6 +15,10 @@ from prefetchshard.measuring.timeline import STAGE_OF, BatchTimes, PartTimes
 ALTERNATES = "these kinds of work alternate from row to row; here each is laid out in one piece"
 
 
+AFTER_READING = ("transfer", "ready", "next()", "step")
+"""The tracks that are no threads, in the order in which a batch comes to them."""
+
+
 class Slice(NamedTuple):
     """A stretch of time on a track.
 

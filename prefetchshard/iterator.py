@@ -165,5 +165,6 @@ class LoaderIterator(Generic[Batch_co]):
 
 def recent_of(iterator: LoaderIterator[Any]) -> Recent:
     """When what happened to the last batches that it handed out; also after the end of the run."""
-    recorder = iterator._consumer.run.recorder  # pyright: ignore[reportPrivateUsage] - what is no use to others
-    return Recent(recorder.began_at, tuple(recorder.recent_batches()))
+    consumer = iterator._consumer  # pyright: ignore[reportPrivateUsage] - what is no use to others
+    recorder = consumer.run.recorder
+    return Recent(recorder.began_at, tuple(recorder.recent_batches()), is_end=consumer.status == "ended")

@@ -220,6 +220,16 @@ def test_the_steps_of_the_queues_are_where_the_stamps_are() -> None:
     assert float(limit.attrib["y1"]) == top  # depth
 
 
+def test_where_the_run_ended_all_of_it_is_known() -> None:
+    _, last = two_batches().batches
+    assert occupancy.known_until([last], is_end=False) == (BEGAN + 3.0, BEGAN + 2.0)
+    assert occupancy.known_until([last], is_end=True) == (BEGAN + 4.0, BEGAN + 4.0)
+    ended = two_batches()._replace(is_end=True)
+    assert "later batches" in way.way_of(two_batches(), has_step=True).said[0]
+    assert way.way_of(ended, has_step=True).said == ("Steps 0 to 1.",)
+    assert "never took" not in occupancy.occupancy_of(ended, stats_of(batches=2)).said[0]
+
+
 def test_batches_before_those_that_are_kept_are_not_taken_for_none() -> None:
     batches = many(10).batches
     assert occupancy.known_from(batches, 10) == BEGAN
@@ -395,7 +405,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     style = root.findtext("head/style") or ""
     assert "prefers-color-scheme: dark" in style
-    for used in {name for node in root.iter() for name in node.attrib.get("class", "").split()} - {"thin"}:
+    for used in {name for node in root.iter() for name in node.attrib.get("class", "").split()} - {"thin", "name"}:
         assert f".{used} " in style or f".{used}," in style, used
 
 
@@ -430,6 +440,12 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 # -- measured
 
 
+def test_a_run_that_ended_is_known_to_have_ended() -> None:
+    found = ps.benchmark(lambda: ps.Loader(np.zeros((64, 3), np.float32), batch_size=16), seconds=0.02).runs["loader"].recent
+    assert found is not None
+    assert (found.is_end, len(found.batches)) == (True, 4)
+
+
 @pytest.mark.parametrize("step_ms", [0.0, 1.0])
 def test_the_page_of_a_real_benchmark(step_ms: float, tmp_path: Path) -> None:
     found = ps.benchmark(lambda: np.zeros((640, 3), np.float32), batch_size=16, seconds=0.05, step_ms=step_ms)
@@ -438,5 +454,6 @@ def test_the_page_of_a_real_benchmark(step_ms: float, tmp_path: Path) -> None:
     recent = found.runs["step" if step_ms else "loader"].recent
     assert recent is not None
     assert recent.batches[-1].step == found.stats.batches - 1
+    assert not recent.is_end
     assert found.runs["source"].recent is None
     assert os.path.getsize(tmp_path / "report.html") < 500_000

@@ -40,6 +40,7 @@ th { font-weight: 600; color: var(--faint); }
 .legend svg { width: 12px; height: 12px; margin-right: 6px; vertical-align: -1px; display: inline; }
 svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 svg text { fill: var(--ink); }
+svg .small { font-size: 9px; }
 svg .unit { fill: var(--faint); }
 .axis { stroke: var(--faint); }
 .grid { stroke: var(--rule); stroke-width: 0.6; }

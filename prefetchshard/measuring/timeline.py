@@ -98,7 +98,9 @@ class Recent(NamedTuple):
     Attributes:
         began_at: when the run began, in seconds of its clock.
         batches: in the order in which they were taken.
+        is_end: the run ended with them; else more were being made.
     """
 
     began_at: float
     batches: tuple[BatchTimes, ...] = ()
+    is_end: bool = False

@@ -29,11 +29,11 @@ def occupancy_of(recent: Recent, stats: Stats) -> Plot:
     batches = in_order(recent.batches)
     if not batches:
         return Plot(HEADING, ("There is nothing to draw: no batch was handed out.",))
-    low, high = known_from(batches, stats.batches), batches[-1].ready_at
+    low, high, read_until = known_from(batches, stats.batches), *known_until(batches, is_end=recent.is_end)
     if low >= high:
         return Plot(HEADING, ("There is nothing to draw: all batches whose times are kept were ready before the first of them was taken.",))
     ready = levels([(times.ready_at, times.taken_at) for times in batches], low, high)
-    read_until = max(low, min(high, batches[-1].read_at))
+    read_until = max(low, min(high, read_until))
     read = levels([(times.read_at, times.dispatch_at) for times in batches], low, read_until)
     x = Scale(low - recent.began_at, high - recent.began_at, LEFT, RIGHT)
     most = max(1, *(count for _, count in (*ready, *read)))
@@ -46,11 +46,13 @@ def occupancy_of(recent: Recent, stats: Stats) -> Plot:
     inside += [line(LEFT, at_depth, RIGHT, at_depth, "limit"), words(RIGHT - 4, at_depth - 5, "depth", text_anchor="end", class_="over")]
     said = (
         f"The last {len(batches)} batches. One counts as ready as soon as its transfer is done, also while it waits for its place in the "
-        "queue, so that there may be more of them than depth. The areas end where batches would count that the loop never took."
+        "queue, so that there may be more of them than depth."
     )
+    if not recent.is_end:
+        said += " The areas end where batches would count that the loop never took."
     legend = (
-        ("ready", f"ready on the devices, waiting for next() ({stats.mean_ready:.1f} on average over the run)"),
-        ("reading", f"read, waiting for the transfer ({stats.mean_read:.1f})"),
+        ("ready", "ready on the devices, waiting for next()"),
+        ("reading", "read, waiting for the transfer"),
         ("average", "average of a short time"),
     )
     return Plot(HEADING, (said,), drawing(WIDTH, below.at_low + 42, "batches in the queues, over time", *inside), legend)
@@ -59,6 +61,12 @@ def occupancy_of(recent: Recent, stats: Stats) -> Plot:
 def known_from(batches: Sequence[BatchTimes], total: int) -> float:
     """From when on all batches that were there are known: from the beginning, or since the first that is kept was taken."""
     return batches[0].taken_at if total > len(batches) else min(times.began_at for times in batches)
+
+
+def known_until(batches: Sequence[BatchTimes], *, is_end: bool) -> tuple[float, float]:
+    """Until when all that were ready are known, and all that were read: others come later, and none was taken."""
+    last = batches[-1]
+    return (last.taken_at, last.taken_at) if is_end else (last.ready_at, last.read_at)
 
 
 def levels(stays: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, int]]:

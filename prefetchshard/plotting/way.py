@@ -86,16 +86,21 @@ def way_of(recent: Recent, *, has_step: bool) -> Plot:
     if not recent.batches:
         return Plot(HEADING, ("There is nothing to draw: no batch was handed out.",))
     chosen = _choose(recent)
-    height = 20 if len(chosen.lanes) <= MANY_LANES else 10
+    is_dense = len(chosen.lanes) > MANY_LANES
+    height = 11 if is_dense else 20
     bottom = TOP + height * len(chosen.lanes) + 2
     inside = time_axis(chosen.scale, bottom, TOP, "since the run began")
     for number, (name, pieces) in enumerate(chosen.lanes):
         y = TOP + height * number
-        inside.append(words(LEFT - 8, y + height / 2 + 4, name, text_anchor="end"))
+        inside.append(
+            words(LEFT - 8, y + height / 2 + (3 if is_dense else 4), name, text_anchor="end", class_="small" if is_dense else "name")
+        )
         inside.append(element("g", *(part for piece in pieces for part in _drawn(piece, chosen.scale, y + 1, height - 2)), class_="lane"))
     used = {piece.kind for _, pieces in chosen.lanes for piece in pieces}
     first, last = chosen.batches[0].step, chosen.batches[-1].step
-    said = [f"Step {first}." if first == last else f"Steps {first} to {last}. What threads did by then for later batches is not known."]
+    said = [f"Step {first}." if first == last else f"Steps {first} to {last}."]
+    if not recent.is_end:
+        said[0] += " What threads did by then for later batches is not known."
     if not has_step:
         said.append("No step was measured: the lane “step” is the benchmark's own loop, which does nothing with a batch.")
     svg = drawing(WIDTH, bottom + 42, "what each thread did for which batch, over time", *inside)

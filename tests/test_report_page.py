@@ -329,7 +329,7 @@ def test_where_there_is_nothing_to_draw_the_page_says_why() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.0, "0 ns"), (2.5e-8, "25 ns"), (1.2345e-5, "12.3 µs"), (0.00099999, "1 ms"), (0.25, "250 ms"), (1.5, "1.5 s"), (12345, "12,345 s")],
+    [(0.0, "0 ns"), (2.5e-8, "25 ns"), (1.2345e-5, "12.3 µs"), (0.00099999, "1 ms"), (0.25, "250 ms"), (1.5, "1.5 s"), (2e4, "20,000 s")],
 )
 def test_seconds_in_a_unit_that_suits_them(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -11,20 +11,23 @@ COLOURS = """
 :root {
   color-scheme: light dark;
   --paper: #ffffff; --ink: #1b1f24; --faint: #57606a; --rule: #d0d7de; --shade: #f6f8fa;
-  --reading: #2f6fb2; --transform: #9a4c93; --copying: #d9902a; --transferring: #1d8566; --ready: #93c2e8; --next: #cf4457; --step: #c8cdd3;
+  --reading: #2f6fb2; --transform: #9a4c93; --copying: #d9902a; --transferring: #1d8566; --ready: #93c2e8; --next: #cf4457;
+  --step: #c8cdd3;
   --handing: #6f62c4; --start: #7d848c; --lock: #8a5a33; --on-dark: #ffffff; --on-light: #1b1f24; --on-ready: #1b1f24;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #0f1318; --ink: #e6e9ed; --faint: #9aa4af; --rule: #333b44; --shade: #181d23;
-    --reading: #4f93da; --transform: #bd70b6; --copying: #dda04a; --transferring: #3aa684; --ready: #36617f; --next: #e8677a; --step: #4b535c;
+    --reading: #4f93da; --transform: #bd70b6; --copying: #dda04a; --transferring: #3aa684; --ready: #36617f; --next: #e8677a;
+    --step: #4b535c;
     --handing: #9488e6; --start: #8f979f; --lock: #b98252; --on-dark: #0f1318; --on-light: #0f1318; --on-ready: #e6e9ed;
   }
 }
 """
 
 STYLE = """
-body { margin: 0 auto; max-width: 1000px; padding: 24px 20px 48px; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+body { margin: 0 auto; max-width: 1000px; padding: 24px 20px 48px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 21px; line-height: 1.4; margin: 4px 0 8px; }
 h2 { font-size: 17px; margin: 36px 0 4px; }
 p { margin: 4px 0; }
@@ -59,7 +62,8 @@ svg text.in.ready { fill: var(--on-ready); } svg text.in.copying { fill: var(--o
 svg .over, svg .marked { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round; }
 details { margin-top: 36px; }
 summary { cursor: pointer; font-weight: 600; }
-pre { background: var(--shade); border: 1px solid var(--rule); border-radius: 6px; padding: 12px; overflow-x: auto; font: 12px/1.45 ui-monospace, monospace; }
+pre { background: var(--shade); border: 1px solid var(--rule); border-radius: 6px; padding: 12px; overflow-x: auto;
+  font: 12px/1.45 ui-monospace, monospace; }
 """
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -9,6 +9,7 @@ from prefetchshard.base.position import Position
 from prefetchshard.consumer import Consumer
 from prefetchshard.measuring.profiling import annotate, is_taken, leave
 from prefetchshard.measuring.stats import Stats
+from prefetchshard.measuring.timeline import Recent
 from prefetchshard.queues import async_waiting as aio
 from prefetchshard.queues.bounded_queue import EMPTY
 from prefetchshard.resuming.loader_state import LoaderState
@@ -145,8 +146,8 @@ class LoaderIterator(Generic[Batch_co]):
             total = sum(batch.sum() for batch in batches)
             batches.trace("loader.json.gz")
         """
-        recorder = self._consumer.run.recorder
-        write_trace(path, recorder.recent_batches(), recorder.began_at)
+        recent = recent_of(self)
+        write_trace(path, recent.batches, recent.began_at)
 
     def close(self) -> None:
         """Stop the run, and wait, in bounded time, until its threads have ended. Later `next()` end at once."""
@@ -160,3 +161,10 @@ class LoaderIterator(Generic[Batch_co]):
         ready = self._consumer.outbox.stats()
         at = "" if self.position is None else f", at {self.position!r}"
         return f"<LoaderIterator {self._consumer.status}: {ready.ready} of {ready.capacity} batches ready{at}>"
+
+
+def recent_of(iterator: LoaderIterator[Any]) -> Recent:
+    """When what happened to the last batches that it handed out; also after the end of the run."""
+    consumer = iterator._consumer  # pyright: ignore[reportPrivateUsage] - what is no use to others
+    recorder = consumer.run.recorder
+    return Recent(recorder.began_at, tuple(recorder.recent_batches()), is_end=consumer.status == "ended")

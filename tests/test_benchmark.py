@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import html
 import importlib
 import io
 import itertools
@@ -84,6 +85,9 @@ class FakePass:
 
     def stats(self) -> None:
         """There is no loader."""
+
+    def recent(self) -> None:
+        """Likewise."""
 
     def close(self) -> None:
         self.is_closed = True
@@ -439,6 +443,28 @@ def test_the_command_prints_one_json_object(folder: Path, capsys: pytest.Capture
     assert list(found["runs"]) == ["source", "loader", "by_hand", "step"]
     assert found["runs"]["step"]["stats"]["workers"] == 2
     assert found["step_seconds"] == 0.001
+
+
+def test_the_command_writes_a_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "benchmarked_data:batches", "--seconds", "0.02", "--json", "--report", "out.html"]) == 0
+    shown = capsys.readouterr()
+    verdict = json.loads(shown.out)["verdict"]["text"]
+    page = (folder / "out.html").read_text()
+    assert f"<h1>{html.escape(verdict)}</h1>" in page
+    assert "<title>benchmarked_data:batches: prefetchshard bench</title>" in page
+    assert shown.err.splitlines()[-1] == "wrote out.html"
+
+
+def test_a_report_that_cannot_be_written_is_said(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prefetchshard.base.files.os.replace", fail)
+    assert cli.main(["bench", "benchmarked_data:batches", "--seconds", "0.02", "--report", "out.html"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Bound by ")  # what was measured is not lost
+    assert shown.err.splitlines()[-1].endswith("--report out.html: No space left on device")
+    assert not list(folder.glob("out*"))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,9 @@ def test_module_shows_the_version() -> None:
         (["bench", "a:b", "--workers", "processes:0"], "at least 1"),
         (["bench", "a:b", "--step-ms", "-1"], "at least 0"),
         (["bench", "a:b", "--seconds", "0"], "more than 0"),
+        (["bench", "a:b", "--report", "."], "the name of a file"),
+        (["bench", "a:b", "--report", ""], "the name of a file"),
+        (["bench", "a:b", "--report", "no_such_folder/out.html"], "there is no folder no_such_folder"),
         (["bench", "a:b", "--seconds", "nan"], "not a number"),
     ],
 )

@@ -24,7 +24,7 @@ RANKS = [
     {"running"},
     {"building"},
     {"consumer", "telling"},
-    {"iterator"},
+    {"iterator", "plotting"},
     {"loader"},
     {"benchmarking"},  # compares a loader with what one writes by hand
     {"__init__", "checkpoint", "exporting", "testing"},

@@ -145,6 +145,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench.add_argument("--step-ms", type=_milliseconds, default=0.0, metavar="MS", help="length of a step (default: no step is measured)")
     bench.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help="that each measurement takes (default: %(default)g)")
     bench.add_argument("--json", action="store_true", help="print one JSON object, with units in the names")
+    bench.add_argument(
+        "--report",
+        type=_report,
+        metavar="FILE.html",
+        help="write a page with plots as well: a timeline of threads and batches, the queues, what the loop waited for, next(); it needs "
+        "no network and no other file",
+    )
     bench.set_defaults(command=_bench)
 
 
@@ -160,6 +167,7 @@ def _bench(options: argparse.Namespace) -> int:
             step_ms=options.step_ms,
             seconds=options.seconds,
             as_json=options.json,
+            report=options.report,
         )
     )
 
@@ -224,6 +232,16 @@ def _folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the name of a folder, and it is empty")
     return Path(text)
+
+
+def _report(text: str) -> Path:
+    """Looked at before anything is measured."""
+    path = Path(text)
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: the name of a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 def _positive(text: str) -> int:

@@ -233,8 +233,8 @@ def _all(plan: list[_Measurement], progress: Progress, clock: Clock) -> dict[str
 
 
 def _run_of(name: str, rounds: list[Round]) -> BenchmarkRun:
-    stats = [one.stats for one in rounds if one.stats is not None]
-    return BenchmarkRun(name=name, rounds=tuple(rounds), stats=max(stats, key=lambda one: one.batches) if stats else None)
+    best = max(rounds, key=lambda one: one.stats.batches if one.stats is not None else 0)
+    return BenchmarkRun(name=name, rounds=tuple(rounds), stats=best.stats, recent=best.recent)
 
 
 def _notes(settings: Settings, found: dict[str, list[Round]]) -> list[str]:

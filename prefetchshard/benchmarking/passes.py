@@ -11,8 +11,10 @@ from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.jax_types import block_until_ready
 from prefetchshard.benchmarking.by_hand import Placing, read_batches
 from prefetchshard.building.run_factory import Parts
+from prefetchshard.iterator import recent_of
 from prefetchshard.loader import Loader
 from prefetchshard.measuring.stats import Stats
+from prefetchshard.measuring.timeline import Recent
 
 QUEUE_BATCHES = 2
 JOIN_SECONDS = 10.0
@@ -38,6 +40,10 @@ class Pass(Protocol):
         """What the loader measured; None where there is none."""
         ...
 
+    def recent(self) -> Recent | None:
+        """When what happened to the last batches of the loader; None where there is none."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -55,6 +61,9 @@ class SourcePass:
 
     def stats(self) -> None:
         """None: there is no loader."""
+
+    def recent(self) -> None:
+        """None: as above."""
 
     def close(self) -> None:
         self._batches.close()
@@ -99,6 +108,9 @@ class ByHandPass:
     def stats(self) -> None:
         """None: there is no loader."""
 
+    def recent(self) -> None:
+        """None: as above."""
+
     def close(self) -> None:
         """Stop the thread: it gets room for what it holds, and then looks whether it is to go on."""
         self._is_over.set()
@@ -128,6 +140,10 @@ class LoaderPass:
     def stats(self) -> Stats:
         """Of the run so far."""
         return self._batches.stats()
+
+    def recent(self) -> Recent:
+        """The batches of the run that were handed out last: their times, not their arrays."""
+        return recent_of(self._batches)
 
     def close(self) -> None:
         self._batches.close()

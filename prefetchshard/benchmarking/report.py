@@ -1,16 +1,24 @@
-"""What a benchmark found, as a value and as a text."""
+"""What a benchmark found, as a value, as a text and as a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from prefetchshard.base.errors import ConfigError
+from prefetchshard.base.files import write_whole
+from prefetchshard.benchmarking.page import Page, page_of
 from prefetchshard.benchmarking.rounds import Round
 from prefetchshard.measuring.stats import Stats
+from prefetchshard.measuring.timeline import Recent
 from prefetchshard.measuring.verdict import Verdict
+from prefetchshard.plotting.occupancy import occupancy_of
+from prefetchshard.plotting.spread import spread_of
+from prefetchshard.plotting.waits import waits_plot
+from prefetchshard.plotting.way import way_of
 
 NAMES = {
     "source": "the source alone, one thread",
@@ -18,6 +26,8 @@ NAMES = {
     "by_hand": "thread and queue by hand",
     "step": "the loader beside a step",
 }
+
+HEADINGS = ("", "batches/s", "rows/s", "MB/s", "ms a batch", "waits")
 
 
 class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +38,13 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
             "step": a loader, with a step on each batch.
         rounds: each measured by itself, in turns with those of others.
         stats: of the loader's pass with the most batches; None where there is no loader.
+        recent: when what happened to the last batches of that pass; None likewise.
     """
 
     name: str
     rounds: tuple[Round, ...]
     stats: Stats | None = None
+    recent: Recent | None = None
 
     @property
     def batches(self) -> int:
@@ -93,12 +105,14 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
             "stats": None if self.stats is None else self.stats.to_dict(),
         }
 
-    def __str__(self) -> str:
+    def cells(self) -> tuple[str, ...]:
+        """Its row of a table; see `HEADINGS`."""
         waits = "" if self.name == "source" else f"{100 * self.waited_share:.1f} %"
-        return (
-            f"{NAMES[self.name]:<30}{_number(self.batches_per_second):>12}{_number(self.rows_per_second):>14}"
-            f"{_number(self.bytes_per_second / 1e6):>12}{1e3 * self.seconds_per_batch:>12.3f}{waits:>9}"
-        ).rstrip()
+        rates = (self.batches_per_second, self.rows_per_second, self.bytes_per_second / 1e6)
+        return (NAMES[self.name], *map(_number, rates), f"{1e3 * self.seconds_per_batch:.3f}", waits)
+
+    def __str__(self) -> str:
+        return _row(self.cells())
 
     def __repr__(self) -> str:
         return str(self)
@@ -107,7 +121,8 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
 class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a source is by itself and on the way to the devices; see `benchmark`.
 
-    It is shown as a text: the verdict on the loop, a table, and the statistics of the loader. `to_dict()` gives all of it as plain numbers.
+    It is shown as a text: the verdict on the loop, a table, and the statistics of the loader. `to_dict()` gives all of it as plain numbers,
+    `write_report()` a page with plots.
 
     Attributes:
         source: what was read, in words.
@@ -121,6 +136,7 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         found = ps.benchmark(lambda: np.zeros((64, 3), np.float32), batch_size=16, seconds=0.05)
         print(found.verdict.bound, found.ratio)
         print(found.runs["loader"].rows_per_second, found.runs["loader"].stats.mean_ready)
+        found.write_report("loader.html")
     """
 
     source: str
@@ -137,10 +153,14 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: no loader was measured.
         """
-        run = self.runs.get("step") or self.runs.get("loader")
+        run = self._loop
         if run is None or run.stats is None:
             raise ConfigError("no loader was measured")
         return run.stats
+
+    @property
+    def _loop(self) -> BenchmarkRun | None:
+        return self.runs.get("step") or self.runs.get("loader")
 
     @property
     def verdict(self) -> Verdict:
@@ -167,6 +187,38 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
             "runs": {name: run.to_dict() for name, run in self.runs.items()},
         }
 
+    def write_report(self, path: str | os.PathLike[str], *, title: str = "") -> None:
+        """Write a page with the verdict, the table, and plots of the loop: one HTML file that needs no network and no script.
+
+        The plots show the way of the last batches through the threads, how full the queues were, what the loop waited for, and how long
+        `next()` took. The file is there as a whole or not at all.
+
+        Args:
+            path: of the file, such as `report.html`.
+            title: what was measured, in words of your own.
+
+        Raises:
+            ConfigError: no loader was measured.
+            OSError: it cannot be written.
+
+        Example:
+            found = ps.benchmark(lambda: np.zeros((64, 3), np.float32), batch_size=16, seconds=0.05)
+            found.write_report("report.html", title="zeros")
+        """
+        stats, loop = self.stats, self._loop
+        recent = (None if loop is None else loop.recent) or Recent(0.0)
+        page = Page(
+            title=title,
+            verdict=str(self.verdict),
+            source=self.source,
+            table=[HEADINGS, *(run.cells() for run in self.runs.values())],
+            notes=[note[:1].upper() + note[1:] for note in self._notes()],
+            plots_of=f"{NAMES['step']} of {1e3 * self.step_seconds:g} ms" if self.step else f"{NAMES['loader']}: no step was measured",
+            plots=(way_of(recent, has_step=bool(self.step)), occupancy_of(recent, stats), waits_plot(stats), spread_of(stats.next)),
+            all_of_it=str(self),
+        )
+        write_whole(path, page_of(page))
+
     def __repr__(self) -> str:
         return str(self)  # what a notebook shows
 
@@ -177,17 +229,21 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         yield str(self.verdict)
         yield ""
         yield f"{self.source}"
-        yield f"{'':<30}{'batches/s':>12}{'rows/s':>14}{'MB/s':>12}{'ms a batch':>12}{'waits':>9}"
+        yield _row(HEADINGS)
         yield from map(str, self.runs.values())
+        yield from self._notes()
+        yield ""
+        yield "the loader beside the step:" if "step" in self.runs else "the loader:"
+        yield from str(self.stats).split("\n")[2:]  # without the verdict
+
+    def _notes(self) -> Iterator[str]:
+        """What is to be said of the table."""
         if self.ratio is not None:
             yield f"the loader is {self.ratio:.2f} times as fast as the thread and queue{self._spread()}"
         if self.step:
             yield f"the step: {1e3 * self.step_seconds:g} ms, {self.step}"
         yield f"not in these figures: {self._warm_up()}"
         yield from self.notes
-        yield ""
-        yield "the loader beside the step:" if "step" in self.runs else "the loader:"
-        yield from str(self.stats).split("\n")[2:]  # without the verdict
 
     def _spread(self) -> str:
         """The ratio of each pair of rounds: how much the machine's other work counts."""
@@ -199,6 +255,11 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         firsts = ", ".join(f"{NAMES[name].split(',')[0]} {1e3 * run.first_batch_seconds:.1f} ms" for name, run in self.runs.items())
         compiled = f"; the step was compiled in {self.warm_up_seconds:.2f} s" if self.warm_up_seconds else ""
         return f"the first batch ({firsts}){compiled}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    """A line of the table."""
+    return "".join(f"{cell:{width}}" for cell, width in zip(cells, ("<30", ">12", ">14", ">12", ">12", ">9"), strict=True)).rstrip()
 
 
 def _number(value: float) -> str:

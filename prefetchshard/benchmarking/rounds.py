@@ -12,6 +12,7 @@ from prefetchshard.base.clock import Clock
 from prefetchshard.base.errors import BatchError
 from prefetchshard.benchmarking.passes import Pass
 from prefetchshard.measuring.stats import Stats
+from prefetchshard.measuring.timeline import Recent
 
 TELL_SECONDS = 0.1
 MOST_TIMES = 4
@@ -35,6 +36,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
         first_batch_seconds: from the beginning of the first pass until its first batch was there.
         has_steady: False where each pass had one batch: these are then counted, with what beginning a pass takes.
         stats: of the pass with the most batches; None without a loader.
+        recent: when what happened to the last batches of that pass; None likewise.
     """
 
     batches: int
@@ -47,6 +49,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     first_batch_seconds: float
     has_steady: bool = True
     stats: Stats | None = None
+    recent: Recent | None = None
 
 
 class _Sums:
@@ -93,6 +96,7 @@ class Rounds:
         began = clock()
         firsts, steady = _Sums(), _Sums()
         stats: Stats | None = None
+        recent: Recent | None = None
         first_seconds: float | None = None
         passes = 0
         while steady.seconds < seconds and (not passes or clock() - began < MOST_TIMES * seconds):
@@ -100,10 +104,10 @@ class Rounds:
                 begun.take_first(self._step, firsts)
                 first_seconds = begun.first_seconds if first_seconds is None else first_seconds
                 begun.take_rest(self._step, steady, seconds, tell)
-                found = begun.stats()
+                found, last = begun.stats(), begun.recent()
             passes += 1
             if found is not None and (stats is None or found.batches > stats.batches):
-                stats = found
+                stats, recent = found, last
         sums = steady if steady.batches else firsts
         return Round(
             batches=sums.batches,
@@ -116,6 +120,7 @@ class Rounds:
             first_batch_seconds=first_seconds or 0.0,
             has_steady=sums is steady,
             stats=stats,
+            recent=recent,
         )
 
 
@@ -167,6 +172,9 @@ class _Begun:
 
     def stats(self) -> Stats | None:
         return self._pass.stats()
+
+    def recent(self) -> Recent | None:
+        return self._pass.recent()
 
     def close(self) -> None:
         self._pass.close()

@@ -90,3 +90,17 @@ class BatchTimes:
                 else:
                     copying += took
         return reading, transform, copying
+
+
+class Recent(NamedTuple):
+    """The last batches of a run that were handed out.
+
+    Attributes:
+        began_at: when the run began, in seconds of its clock.
+        batches: in the order in which they were taken.
+        is_end: the run ended with them; else more were being made.
+    """
+
+    began_at: float
+    batches: tuple[BatchTimes, ...] = ()
+    is_end: bool = False

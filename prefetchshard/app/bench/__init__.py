@@ -28,6 +28,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         step_ms: length of a step; 0: none.
         seconds: that each measurement takes.
         as_json: print one JSON object.
+        report: where to write a page with plots; None: nowhere.
     """
 
     factory: str
@@ -37,6 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float = 0.0
     seconds: float = 2.0
     as_json: bool = False
+    report: Path | None = None
 
 
 def run(options: Options) -> int:
@@ -46,14 +48,24 @@ def run(options: Options) -> int:
         The exit code, 0.
 
     Raises:
-        PrefetchError: the module, the function or its source cannot be used; says why in one line.
+        PrefetchError: the module, the function or its source cannot be used, or the report cannot be written; says why in one line.
     """
     with contextlib.redirect_stdout(sys.stderr), Progress(sys.stderr) as progress:  # what the user's code prints is no result
         factory = _guarded(lambda: find_factory(options.factory), options.factory)
         found = _guarded(lambda: _measure(factory, options, progress), options.factory)
     text = msgspec.json.format(msgspec.json.encode(found.to_dict()), indent=2).decode() if options.as_json else str(found)
     sys.stdout.write(f"{text}\n")
+    if options.report is not None:
+        _write_report(found, options.report, options.factory)
     return 0
+
+
+def _write_report(found: ps.Benchmark, path: Path, title: str) -> None:
+    try:
+        found.write_report(path, title=title)
+    except OSError as error:
+        raise ps.PrefetchError(f"--report {path}: {error.strerror or error}") from error
+    sys.stderr.write(f"wrote {path}\n")
 
 
 def _measure(factory: Callable[[], Any], options: Options, progress: Progress) -> ps.Benchmark:

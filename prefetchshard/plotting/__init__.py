@@ -1,0 +1,1 @@
+"""Plots of what was measured, as SVG that works without scripts and without other files."""

@@ -19,7 +19,8 @@ import prefetchshard as ps
 from fakes import SOURCES, Dataset, Examples, first
 from machines import Machine, Work, best_pace
 from prefetchshard.base.jax_context import JaxContext
-from prefetchshard.building.choices import MOST_WAITING, MOST_WHOLE
+from prefetchshard.base.limits import MOST_WAITING
+from prefetchshard.building.choices import MOST_WHOLE
 from prefetchshard.reading.controller import Bounds, Controller, Decision, Load
 from prefetchshard.running.thread_group import GroupThread, ThreadGroup
 from support import loader_threads, no_threads, wait_until

@@ -14,6 +14,9 @@ from prefetchshard.base.errors import ConfigError
 MOST_IN_FLIGHT = 3
 """Transfers under way at once: while the loop waits for one the next is under way already, and a third covers the wake-up between."""
 
+MOST_WAITING = 48
+"""Reader threads that wait, for files or networks, at most, where nobody says how many."""
+
 _UNITS = {
     "": 1,
     "B": 1,

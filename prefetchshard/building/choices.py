@@ -13,7 +13,7 @@ from prefetchshard.base.cgroups import memory_limit, physical_bytes
 from prefetchshard.base.config import Processes, Settings
 from prefetchshard.base.cpus import cpu_count
 from prefetchshard.base.errors import ConfigError
-from prefetchshard.base.limits import MOST_IN_FLIGHT
+from prefetchshard.base.limits import MOST_IN_FLIGHT, MOST_WAITING
 from prefetchshard.building.batch_limits import IN_FLIGHT, BatchLimits, ReadAtOnce
 from prefetchshard.building.checks import check_last_rows
 from prefetchshard.leaves.copying import private_copy
@@ -26,9 +26,6 @@ from prefetchshard.sources import Source
 
 MOST_AT_WORK = 16
 """More threads that compute or copy bring nothing or lose: they wait for each other to give the interpreter's lock back."""
-
-MOST_WAITING = 48
-"""Threads that wait, for files or networks, at most."""
 
 MOST_WHOLE = 16
 """The same where each needs the room of a whole batch."""

@@ -248,7 +248,7 @@ class RunFactory:
 
         measure = measure_of(recorder, queue, outbox)
         controller = Controller(measure())
-        crew.control = Control(controller.decide, measure, bounds, resize, recorder)
+        crew.control = Control(controller.decide, measure, bounds, resize, recorder.clock)
         self._last_crew = crew, controller
 
     def _reader(self, plan: ReadingPlan, writer: Writer, source: Source, loops: Loops) -> Reader:

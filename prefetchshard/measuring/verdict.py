@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from prefetchshard.base.limits import MOST_WAITING
 from prefetchshard.measuring.delivered import Steps
 from prefetchshard.measuring.distribution import Distribution
 from prefetchshard.measuring.locking import Locking
@@ -54,8 +55,6 @@ EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for,
 
 NEXT_SECONDS = 2e-5
 """What a `next()` takes that need not wait."""
-
-MOST_WAITING_WORKERS = 64
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -257,7 +256,7 @@ def _more_workers(measured: Measured, steps: Steps, setup: Setup) -> str:
     threads, busy, cpu = measured.readers
     needed = math.ceil(1.2 * busy / max(steps.busy / steps.count * measured.batches, 1e-9)) if measured.batches else threads
     waits = cpu < 0.5 * busy and not setup.processes
-    most = MOST_WAITING_WORKERS if waits else setup.cpus
+    most = MOST_WAITING if waits else setup.cpus
     wanted = min(most, max(needed, threads + 1))
     if wanted <= max(threads, setup.workers):
         return ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from prefetchshard.measuring.recorder import Recorder
+from prefetchshard.base.clock import Clock
 from prefetchshard.reading.controller import Bounds, Decision, Load
 
 GLANCE_SECONDS = 0.005
@@ -29,7 +29,7 @@ class Control:
         measure: what the run has done so far.
         bounds: how many threads there may be.
         resize: called for each new number before threads come, and after they were told to go.
-        recorder: of what the threads do.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -38,15 +38,14 @@ class Control:
         measure: Callable[[], Load],
         bounds: Callable[[], Bounds],
         resize: Callable[[], None],
-        recorder: Recorder,
+        clock: Clock,
     ) -> None:
         self.decide = decide
         self.measure = measure
         self.bounds = bounds
         self.resize = resize
-        self.recorder = recorder
-        self.clock = recorder.clock
-        self.due_at = recorder.clock() + GLANCE_SECONDS
+        self.clock = clock
+        self.due_at = clock() + GLANCE_SECONDS
         self.lock = threading.Lock()  # held by the thread that looks; nobody waits for it
 
 
@@ -85,7 +84,7 @@ class Crew:
     def work(
         self,
         number: int,
-        do: Callable[[T], None],
+        work: Callable[[Callable[[], T | None], Callable[[], object]], None],
         deal: Callable[[], T | None],
         hire: Callable[[int], None],
         recall: Callable[[int], None],
@@ -94,7 +93,7 @@ class Crew:
 
         Args:
             number: of the thread.
-            do: does a part.
+            work: does what its first argument deals out, until that is None, and calls its second one after each part.
             deal: the next part; None: there is no more, or this thread `is_dismissed`.
             hire: the body of one more thread, with its number.
             recall: wakes threads that wait for a part; called with how many of them are too many.
@@ -102,15 +101,9 @@ class Crew:
         control = self.control
         assert control is not None
         self._mine.number = number
-        meter = control.recorder.meter("readers")
         try:
-            while not self.is_dismissed() and (part := meter.wait_for(deal)) is not None:
-                do(part)
-                del part  # while the next one is waited for it would hold what it copied
-                if control.clock() >= control.due_at:
-                    self._look(control, hire, recall)
+            work(lambda: None if self.is_dismissed() else deal(), lambda: self._look(control, hire, recall))
         finally:
-            control.recorder.leave()
             with self._lock:
                 if not self._mine.is_dismissed:
                     self._present.discard(number)
@@ -129,7 +122,7 @@ class Crew:
     # -- more of them, or fewer
 
     def _look(self, control: Control, hire: Callable[[int], None], recall: Callable[[int], None]) -> None:
-        if not control.lock.acquire(blocking=False):
+        if control.clock() < control.due_at or not control.lock.acquire(blocking=False):
             return
         try:
             control.due_at = control.clock() + GLANCE_SECONDS

@@ -69,7 +69,7 @@ class ItemDealer:
 
     def _work(self, number: int) -> None:
         if self._plan.is_controlled:
-            self.crew.work(number, self._worker.do, self._deal, self._work, self._recall)
+            self.crew.work(number, self._worker.work, self._deal, self._work, self._recall)
         else:
             self._worker.work(self._deal)
 

@@ -65,11 +65,18 @@ class ProcessWorker(Worker):
         self._mine = _Mine()
         self._trees: dict[Any, tuple[BatchTree, list[int]] | None] = {}  # by the structure of examples, see `_tree_of`
 
-    def work(self, deal: Callable[[], Part | None], deal_at_once: Callable[[], Part | None] | None = None) -> None:
+    def work(
+        self,
+        deal: Callable[[], Part | None],
+        part_done: Callable[[], object] | None = None,
+        *,
+        deal_at_once: Callable[[], Part | None] | None = None,
+    ) -> None:
         """Do what is dealt out until there is no more.
 
         Args:
             deal: the next part; waits for it.
+            part_done: called after each part.
             deal_at_once: the next part if that is there already, else None.
         """
         process = self._mine.process = self.pool.claim()
@@ -77,7 +84,7 @@ class ProcessWorker(Worker):
             process.start()
             if not process.is_first:
                 process.wait_ready()
-            super().work(lambda: self._next_part(process, deal, deal_at_once))
+            super().work(lambda: self._next_part(process, deal, deal_at_once), part_done)
         finally:
             self.pool.over.give()
             ident = threading.get_ident()

@@ -107,9 +107,9 @@ class RowDealer:
     def _work(self, number: int) -> None:
         try:
             if self._processes is not None:
-                self._processes.work(self.deal, self.deal_at_once)
+                self._processes.work(self.deal, deal_at_once=self.deal_at_once)
             elif self._plan.is_controlled:
-                self.crew.work(number, self._worker.do, self.deal, self._work, self._recall)
+                self.crew.work(number, self._worker.work, self.deal, self._work, self._recall)
             else:
                 self._worker.work(self.deal)
         finally:

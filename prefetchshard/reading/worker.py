@@ -58,14 +58,21 @@ class Worker:
         """Read the rows that come from another source, which has the same ones."""
         self._source = source
 
-    def work(self, deal: Callable[[], Part | None]) -> None:
-        """Do what is dealt out until there is no more. Where threads come and go, `Crew.work` does this."""
+    def work(self, deal: Callable[[], Part | None], part_done: Callable[[], object] | None = None) -> None:
+        """Do what is dealt out until there is no more.
+
+        Args:
+            deal: the next part; waits for it.
+            part_done: called after each part.
+        """
         recorder = self._plan.recorder
         meter = recorder.meter("readers")
         try:
             while (part := meter.wait_for(deal)) is not None:
                 self.do(part)
                 del part  # while the next one is waited for it would hold what it copied
+                if part_done is not None:
+                    part_done()
         finally:
             recorder.leave()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 from prefetchshard.measuring.stats import Stats
@@ -23,31 +22,24 @@ class MinuteLine:
     Attributes:
         due_at: when `tell` is to be called next, in seconds of that clock.
 
-    Thread safety: every method from any thread that holds no lock.
+    Thread safety: every method from any thread that holds no lock. Of two at once one says it.
     """
 
     def __init__(self, stats: Callable[[], Stats], now: float) -> None:
         self.due_at = now + EVERY_SECONDS
         self._stats = stats
         self._last: Stats | None = None
-        self._telling = threading.Lock()  # guards both; only ever tried, as a signal handler may come here too
 
     def tell(self, now: float) -> None:
         """Say it, where it is due. Never raises, but for Ctrl-C."""
-        if not self._telling.acquire(blocking=False):
+        if now < self.due_at:
             return
+        self.due_at = now + EVERY_SECONDS  # first: who comes meanwhile goes on
         try:
-            text = ""
-            if now >= self.due_at:
-                self.due_at = now + EVERY_SECONDS  # first: who comes meanwhile goes on
-                text = self._text() if _log.isEnabledFor(logging.INFO) else ""
+            if _log.isEnabledFor(logging.INFO) and (text := self._text()):
+                _log.info("%s", text)
         except Exception:  # noqa: BLE001 - a loop must not end for a line in its log
-            text = ""
             _log.debug("no line for this minute", exc_info=True)
-        finally:
-            self._telling.release()
-        if text:
-            _log.info("%s", text)
 
     def _text(self) -> str:
         stats, last = self._stats(), self._last

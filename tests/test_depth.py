@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
-from fakes import first
+from fakes import Examples, first
 from prefetchshard.building import choices, room
 from prefetchshard.placing.depth import CALM_SECONDS, FIRST_DEPTH, MOST_DEPTH, Change, DepthController
 from support import no_threads, wait_until
@@ -209,6 +209,45 @@ def test_what_was_decided_is_in_force_and_the_next_run_begins_with_it(S: NamedSh
     again = iter(loader)
     assert again.stats().ready.capacity == 5
     again.close()
+    assert no_threads()
+
+
+class Dice:
+    """Decides at random."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(3)
+
+    def decide(self, at: float, stalled: float, ready: int, depth: int, most: Callable[[], int]) -> Change | None:
+        target = self.dice.randint(1, most())
+        return Change(target, "the dice") if target != depth and self.dice.random() < 0.3 else None
+
+
+@pytest.mark.parametrize("kind", ["iterator", "dataset"])
+def test_whatever_it_decides_nothing_is_lost_and_no_bound_exceeded(kind: str, S: NamedSharding, monkeypatch: Any) -> None:
+    monkeypatch.setattr(room, "DepthController", Dice)
+    pulled = taken = most = 0
+
+    def batches() -> Iterator[Any]:
+        nonlocal pulled, most
+        for number in range(400):
+            pulled += 1
+            most = max(most, pulled - taken)
+            yield np.full(8, number, np.int32)
+
+    if kind == "iterator":
+        loader = ps.prefetch(batches, S, depth="auto", device_memory=4 * 20)
+    else:
+        loader = ps.Loader(Examples(8 * 400), S, batch_size=8, depth="auto", device_memory=4 * 20, workers=3)
+    ahead = loader.spec().ahead
+    iterator = iter(loader)
+    for number in range(400):
+        assert first(next(iterator)) == (number if kind == "iterator" else 8 * number)
+        taken += 1
+        assert iterator.stats().ready.held <= 20
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert most <= ahead + 1  # one is taken before it is counted here
     assert no_threads()
 
 

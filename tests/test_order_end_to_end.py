@@ -189,7 +189,7 @@ def test_batches_that_end_out_of_turn_keep_the_order(S: NamedSharding, consume: 
 @pytest.mark.parametrize("workers", [1, 2, 5, 8])
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "dataset asked for many", "generator"])
 def test_neither_workers_nor_depth_change_a_batch(kind: str, workers: int, S: NamedSharding) -> None:
-    for depth in (1, 7):
+    for depth in (1, 7, "auto"):
         loader = ps.Loader(SOURCES[kind](), S, batch_size=16, workers=workers, depth=depth, transform=lambda e: {"z": e["x"] + 1})
         assert np.array_equal(joined(consumer("sync")(loader), lambda batch: batch["z"]), X[:48] + 1)
 

@@ -142,7 +142,7 @@ def loaders(draw: Any) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {
         "remainder": remainder,
         "workers": draw(st.integers(1, 8)),
-        "depth": draw(st.integers(1, 7)),
+        "depth": draw(st.integers(1, 7) | st.just("auto")),
         "epochs": 1 if kind in ONE_SHOT else draw(st.integers(1, 3)),
     }
     if by_rows:

@@ -134,7 +134,7 @@ OPTIONS = st.fixed_dictionaries(
     {
         "remainder": st.sampled_from(["drop", "pad"]),
         "workers": st.sampled_from([1, 2, 5]),
-        "depth": st.integers(1, 3),
+        "depth": st.integers(1, 3) | st.just("auto"),
         "transform": st.sampled_from([None, distrust]),
         "collate": st.sampled_from([None, stack]),
         "epochs": st.integers(1, 2),

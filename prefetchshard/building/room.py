@@ -62,7 +62,6 @@ class Room:
             self._recorder.warm_up = fitting.ahead
             self._host.capacity, self._ready.capacity, self._transfers.in_flight = fitting.slots, fitting.depth, fitting.in_flight
         self._host.senders.wake()  # there may be more room
-        self._ready.senders.wake()
 
     def watch(self) -> None:
         """A batch is ready: let the depth follow what the consumer needs."""

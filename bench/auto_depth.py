@@ -83,9 +83,9 @@ def pace(make: Callable[[], Iterator[Any]], depth: Any, seconds: float) -> tuple
         iterator.close()
 
 
-def compare(make: Callable[[], Iterator[Any]], rounds: int, seconds: float) -> str:
+def compare(make: Callable[[], Iterator[Any]], fixed: list[int], rounds: int, seconds: float) -> str:
     """A line of the table."""
-    paces: dict[Any, list[float]] = {depth: [] for depth in (*FIXED, "auto")}
+    paces: dict[Any, list[float]] = {depth: [] for depth in (*fixed, "auto")}
     ends: list[int] = []
     for _ in range(rounds):
         for depth, found in paces.items():
@@ -99,15 +99,17 @@ def compare(make: Callable[[], Iterator[Any]], rounds: int, seconds: float) -> s
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--fixed", default=",".join(map(str, FIXED)), help="depths")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=4.0, help="of a run")
     args = parser.parse_args()
+    fixed = [int(depth) for depth in args.fixed.split(",")]
     print(
         f"{os.cpu_count()} CPUs, {len(jax.devices())} {jax.devices()[0].platform}, jax {jax.__version__}, Python {platform.python_version()}"
     )
-    print(f"{'ms a step, depth':16s} {' '.join(f'{depth:>8}' for depth in (*FIXED, 'auto'))}   ends at")
+    print(f"{'ms a step, depth':16s} {' '.join(f'{depth:>8}' for depth in (*fixed, 'auto'))}   ends at")
     for name in args.cases.split(","):
-        print(f"{name:16s} {compare(CASES[name], args.rounds, args.seconds)}", flush=True)
+        print(f"{name:16s} {compare(CASES[name], fixed, args.rounds, args.seconds)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, places
+from prefetchshard.leaves.on_devices import is_small_float
 from prefetchshard.on_device import store as on_device
 
 P = PartitionSpec
@@ -52,7 +54,7 @@ def assert_same(one: Any, other: Any) -> None:
     for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (left.shape, left.dtype) == (right.shape, right.dtype)
         assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
-        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+        assert np.asarray(left).tobytes() == np.asarray(right).tobytes(), left.dtype
 
 
 def both(arrays: Any, sharding: Any, store: Any = None, **options: Any) -> tuple[ps.Loader, ps.Loader]:
@@ -144,17 +146,35 @@ def test_whatever_container(S: NamedSharding, wrap: Any, remainder: Any) -> None
     assert_alike(*both(wrap(X, Y), S, batch_size=8, remainder=remainder))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+KINDS_OF_DTYPES = {
+    "small floats": [dtype for dtype in DTYPES if is_small_float(dtype)],
+    "small integers": [dtype for dtype in DTYPES if dtype.kind != "c" and not is_small_float(dtype) and dtype.itemsize <= 2],
+    "wide": [dtype for dtype in DTYPES if dtype.kind == "c" or dtype.itemsize > 2],
+}
+
+
+def test_every_dtype_is_of_one_kind() -> None:
+    assert sorted(map(str, itertools.chain(*KINDS_OF_DTYPES.values()))) == sorted(map(str, DTYPES))
+    assert min(map(len, KINDS_OF_DTYPES.values())) > 2
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_DTYPES)
 @pytest.mark.parametrize("store", [None, P("data")])
-def test_bits_of_every_dtype(S: NamedSharding, dtype: np.dtype[Any], store: Any) -> None:
-    """Not-a-numbers keep their bits, zeros their sign, also beside padding."""
-    arrays = {"x": random_bits((ROWS, 70), dtype, 0), "y": Y, "z": random_bits((ROWS, 8), dtype, 1)}
+def test_bits_of_every_dtype(S: NamedSharding, kind: str, store: Any) -> None:
+    """Not-a-numbers keep their bits, zeros their sign, also beside padding. The dtypes of a kind in one batch, to be compiled once."""
+    dtypes = KINDS_OF_DTYPES[kind]
+
+    def of_each(name: str, shape: tuple[int, ...], seed: int) -> dict[str, np.ndarray]:
+        return {f"{name} of {dtype}": random_bits(shape, dtype, seed) for dtype in dtypes}
+
+    x, z = of_each("x", (ROWS, 70), 0), of_each("z", (ROWS, 8), 1)
+    arrays = {**x, "y": Y, **z}
     assert_alike(*both(arrays, S, store, batch_size=8, remainder="pad"))
     assert_alike(*both(arrays, S, store, batch_size=8, remainder=ps.Pad(value=1)))
     assert_alike(*both(arrays, S, store, batch_size=8, shuffle=True))
     columns = NamedSharding(mesh_2d(), P(None, "model"))
-    assert_alike(*both(arrays, {"x": columns, "y": None, "z": columns}, batch_size=8))
-    assert_alike(*both({"z": random_bits((4096, 8), dtype, 2)}, S, store, batch_size=512, remainder=ps.Pad(value=1)))
+    assert_alike(*both(arrays, {**dict.fromkeys((*x, *z), columns), "y": None}, batch_size=8))
+    assert_alike(*both(of_each("z", (4096, 8), 2), S, store, batch_size=512, remainder=ps.Pad(value=1)))
 
 
 def test_four_bit_floats(S: NamedSharding) -> None:

@@ -191,20 +191,23 @@ def test_however_it_is_consumed(S: NamedSharding, consume: Consume) -> None:
 shapes = st.lists(st.integers(1, 4), max_size=2).map(tuple)
 
 
-@settings(deadline=None, max_examples=25)
-@given(
-    leaves=st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4),
-    rows=st.integers(1, 40),
-    batch=st.sampled_from([1, 2, 3]),
-    remainder=st.sampled_from(["drop", "keep", "pad", ps.Pad(mask_key="valid", value=1)]),
-    shuffle=st.booleans(),
-    seed=st.integers(0, 2**40),
-    epochs=st.integers(1, 3),
-    microbatches=st.sampled_from([None, 1, 2]),
-    store=st.sampled_from([None, P("data"), P(("model", "data"))]),
-    split=st.sampled_from([P("data"), P("model"), P()]),
+any_arrays = st.fixed_dictionaries(
+    {
+        "leaves": st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4),
+        "rows": st.integers(1, 40),
+        "batch": st.sampled_from([1, 2, 3]),
+        "remainder": st.sampled_from(["drop", "keep", "pad", ps.Pad(mask_key="valid", value=1)]),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 2**40),
+        "epochs": st.integers(1, 3),
+        "microbatches": st.sampled_from([None, 1, 2]),
+        "store": st.sampled_from([None, P("data"), P(("model", "data"))]),
+        "split": st.sampled_from([P("data"), P("model"), P()]),
+    }
 )
-def test_as_from_host_memory(
+
+
+def check_against_host_memory(
     leaves: Any, rows: int, batch: int, remainder: Any, shuffle: bool, seed: int, epochs: int, microbatches: Any, store: Any, split: Any
 ) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
@@ -218,6 +221,19 @@ def test_as_from_host_memory(
     host, device = both(arrays, NamedSharding(mesh, split), store, microbatches=microbatches, **options)
     assert_alike(host, device)
     assert_alike(host, device)  # the next run
+
+
+@settings(deadline=None, max_examples=12)
+@given(any_arrays)
+def test_as_from_host_memory(case: dict[str, Any]) -> None:
+    check_against_host_memory(**case)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=50)
+@given(any_arrays)
+def test_as_from_host_memory_often(case: dict[str, Any]) -> None:
+    check_against_host_memory(**case)
 
 
 @pytest.mark.parametrize("store", [None, P("data")])

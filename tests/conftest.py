@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -36,6 +37,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _failed = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where Python is told to write no bytecode beside the sources, pytest's own folder keeps it: each program that a test starts, and
+    each process that collects the tests, would compile the package and the tests anew."""
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    if not sys.dont_write_bytecode or sys.pycache_prefix is not None or cache is None:
+        return
+    with contextlib.suppress(OSError):  # where nothing can be kept, it only takes longer
+        os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_finish() -> None:

@@ -120,16 +120,17 @@ def handled_everywhere(prepare: Callable[[], object], function: Callable[[], T],
         yield answer
 
 
-def interrupted_everywhere(prepare: Callable[[], object], function: Callable[[], object], *beside: str) -> Iterator[None]:
+def interrupted_everywhere(prepare: Callable[[], object], function: Callable[[], object], *beside: str, stride: int = 1) -> Iterator[None]:
     """Calls `function` again and again, with Ctrl-C at the first place in the package where the interpreter looks for signals, and so on.
 
-    The files `beside` count as parts of the package.
+    The files `beside` count as parts of the package. With a `stride`, a prime, it strikes at each place of that many, from the one in
+    the middle of the first so many on.
     """
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    for interrupted, _ in _disturbed(prepare, function, interrupt, _looks_for_signals, beside):
+    for interrupted, _ in _disturbed(prepare, function, interrupt, _looks_for_signals, beside, stride):
         assert interrupted, "Ctrl-C was swallowed"
         yield
 
@@ -145,8 +146,9 @@ def _disturbed(
     disturb: Callable[[], object],
     is_place: Callable[[str, str], bool],
     beside: tuple[str, ...] = (),
+    stride: int = 1,
 ) -> Iterator[tuple[bool, T | None]]:
-    for step in itertools.count():
+    for step in itertools.count(stride // 2, stride):
         places, last, was_disturbed = 0, "", False
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:

@@ -173,7 +173,7 @@ def saved_steps(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("epochs", "every", "kills", "lines"), [(3, 2, 4, 12), pytest.param(12, 1, 50, 4, marks=pytest.mark.slow)], ids=["few", "fifty"]
+    ("epochs", "every", "kills", "lines"), [(3, 2, 2, 12), pytest.param(12, 1, 50, 4, marks=pytest.mark.slow)], ids=["few", "fifty"]
 )
 def test_a_small_loop_killed_again_and_again(epochs: int, every: int, kills: int, lines: int, tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"

@@ -304,16 +304,20 @@ def test_a_terminal_that_takes_nothing_holds_up_no_loop(S: NamedSharding, monkey
     wait_until(lambda: not live_threads())
 
 
-def test_ctrl_c_anywhere_leaves_nothing(S: NamedSharding, lines: Terminal) -> None:
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_ctrl_c_anywhere_leaves_nothing(stride: int, S: NamedSharding, lines: Terminal) -> None:
     loader = ps.Loader(np.zeros(8, np.float32), S, batch_size=8)
 
     def show() -> None:
         with ps.live(loader, seconds=60):
             pass
 
-    for _ in interrupted_everywhere(lambda: None, show):
+    places = 0
+    for _ in interrupted_everywhere(lambda: None, show, stride=stride):
+        places += 1
         gc.collect()
         wait_until(lambda: not live_threads())
+    assert places * stride > 30
 
 
 def test_it_is_shown_once(S: NamedSharding, lines: Terminal) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import prefetchshard as ps
 from consumers import Consume, batches, consumer, places
+from prefetchshard.leaves.on_devices import is_small_float
 from prefetchshard.on_device import store as on_device
 
 P = PartitionSpec
@@ -52,7 +54,7 @@ def assert_same(one: Any, other: Any) -> None:
     for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (left.shape, left.dtype) == (right.shape, right.dtype)
         assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
-        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+        assert np.asarray(left).tobytes() == np.asarray(right).tobytes(), left.dtype
 
 
 def both(arrays: Any, sharding: Any, store: Any = None, **options: Any) -> tuple[ps.Loader, ps.Loader]:
@@ -144,17 +146,35 @@ def test_whatever_container(S: NamedSharding, wrap: Any, remainder: Any) -> None
     assert_alike(*both(wrap(X, Y), S, batch_size=8, remainder=remainder))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+KINDS_OF_DTYPES = {
+    "small floats": [dtype for dtype in DTYPES if is_small_float(dtype)],
+    "small integers": [dtype for dtype in DTYPES if dtype.kind != "c" and not is_small_float(dtype) and dtype.itemsize <= 2],
+    "wide": [dtype for dtype in DTYPES if dtype.kind == "c" or dtype.itemsize > 2],
+}
+
+
+def test_every_dtype_is_of_one_kind() -> None:
+    assert sorted(map(str, itertools.chain(*KINDS_OF_DTYPES.values()))) == sorted(map(str, DTYPES))
+    assert min(map(len, KINDS_OF_DTYPES.values())) > 2
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_DTYPES)
 @pytest.mark.parametrize("store", [None, P("data")])
-def test_bits_of_every_dtype(S: NamedSharding, dtype: np.dtype[Any], store: Any) -> None:
-    """Not-a-numbers keep their bits, zeros their sign, also beside padding."""
-    arrays = {"x": random_bits((ROWS, 70), dtype, 0), "y": Y, "z": random_bits((ROWS, 8), dtype, 1)}
+def test_bits_of_every_dtype(S: NamedSharding, kind: str, store: Any) -> None:
+    """Not-a-numbers keep their bits, zeros their sign, also beside padding. The dtypes of a kind in one batch, to be compiled once."""
+    dtypes = KINDS_OF_DTYPES[kind]
+
+    def of_each(name: str, shape: tuple[int, ...], seed: int) -> dict[str, np.ndarray]:
+        return {f"{name} of {dtype}": random_bits(shape, dtype, seed) for dtype in dtypes}
+
+    x, z = of_each("x", (ROWS, 70), 0), of_each("z", (ROWS, 8), 1)
+    arrays = {**x, "y": Y, **z}
     assert_alike(*both(arrays, S, store, batch_size=8, remainder="pad"))
     assert_alike(*both(arrays, S, store, batch_size=8, remainder=ps.Pad(value=1)))
     assert_alike(*both(arrays, S, store, batch_size=8, shuffle=True))
     columns = NamedSharding(mesh_2d(), P(None, "model"))
-    assert_alike(*both(arrays, {"x": columns, "y": None, "z": columns}, batch_size=8))
-    assert_alike(*both({"z": random_bits((4096, 8), dtype, 2)}, S, store, batch_size=512, remainder=ps.Pad(value=1)))
+    assert_alike(*both(arrays, {**dict.fromkeys((*x, *z), columns), "y": None}, batch_size=8))
+    assert_alike(*both(of_each("z", (4096, 8), 2), S, store, batch_size=512, remainder=ps.Pad(value=1)))
 
 
 def test_four_bit_floats(S: NamedSharding) -> None:
@@ -171,20 +191,23 @@ def test_however_it_is_consumed(S: NamedSharding, consume: Consume) -> None:
 shapes = st.lists(st.integers(1, 4), max_size=2).map(tuple)
 
 
-@settings(deadline=None, max_examples=25)
-@given(
-    leaves=st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4),
-    rows=st.integers(1, 40),
-    batch=st.sampled_from([1, 2, 3]),
-    remainder=st.sampled_from(["drop", "keep", "pad", ps.Pad(mask_key="valid", value=1)]),
-    shuffle=st.booleans(),
-    seed=st.integers(0, 2**40),
-    epochs=st.integers(1, 3),
-    microbatches=st.sampled_from([None, 1, 2]),
-    store=st.sampled_from([None, P("data"), P(("model", "data"))]),
-    split=st.sampled_from([P("data"), P("model"), P()]),
+any_arrays = st.fixed_dictionaries(
+    {
+        "leaves": st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=4),
+        "rows": st.integers(1, 40),
+        "batch": st.sampled_from([1, 2, 3]),
+        "remainder": st.sampled_from(["drop", "keep", "pad", ps.Pad(mask_key="valid", value=1)]),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 2**40),
+        "epochs": st.integers(1, 3),
+        "microbatches": st.sampled_from([None, 1, 2]),
+        "store": st.sampled_from([None, P("data"), P(("model", "data"))]),
+        "split": st.sampled_from([P("data"), P("model"), P()]),
+    }
 )
-def test_as_from_host_memory(
+
+
+def check_against_host_memory(
     leaves: Any, rows: int, batch: int, remainder: Any, shuffle: bool, seed: int, epochs: int, microbatches: Any, store: Any, split: Any
 ) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
@@ -198,6 +221,19 @@ def test_as_from_host_memory(
     host, device = both(arrays, NamedSharding(mesh, split), store, microbatches=microbatches, **options)
     assert_alike(host, device)
     assert_alike(host, device)  # the next run
+
+
+@settings(deadline=None, max_examples=12)
+@given(any_arrays)
+def test_as_from_host_memory(case: dict[str, Any]) -> None:
+    check_against_host_memory(**case)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=50)
+@given(any_arrays)
+def test_as_from_host_memory_often(case: dict[str, Any]) -> None:
+    check_against_host_memory(**case)
 
 
 @pytest.mark.parametrize("store", [None, P("data")])

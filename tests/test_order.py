@@ -241,7 +241,7 @@ def balance_test(make: Make, length: int = 5000, keys: int = 1500) -> float:
 
 
 SMALL = [2, 3, 5, 7, 10, 16, 100]
-LARGE = [4097, 5000, 2**20 + 1, 2**33, 2**40]
+LARGE = [4097, *(pytest.param(length, marks=pytest.mark.slow) for length in (5000, 2**20 + 1, 2**33)), 2**40]
 
 
 @pytest.mark.parametrize("length", SMALL)
@@ -259,7 +259,7 @@ def test_an_epoch_says_nothing_about_the_next(length: int) -> None:
     assert epochs_test(seeded, length) > HONEST
 
 
-@pytest.mark.parametrize("length", [3000, 4097, 5000])
+@pytest.mark.parametrize("length", [4097, *(pytest.param(length, marks=pytest.mark.slow) for length in (3000, 5000))])
 def test_neighbours_part_and_classes_stay_balanced(length: int) -> None:
     assert neighbours_test(seeded, length) > HONEST
     assert balance_test(seeded, length) > HONEST
@@ -272,7 +272,7 @@ def test_all_orders_of_four_rows_come_equally_often() -> None:
     assert chi_square(counts, 200.0, 23) > HONEST
 
 
-@pytest.mark.parametrize("length", [7, 100, 2**20 + 1])
+@pytest.mark.parametrize("length", [7, 100, pytest.param(2**20 + 1, marks=pytest.mark.slow)])
 def test_the_tests_refuse_what_is_not_random(length: int) -> None:
     assert pairs_test(identity, length) < 1e-12
     assert pairs_test(shift, length) < 1e-12

@@ -135,7 +135,7 @@ def check_the_whole(case: tuple[str, dict[str, Any], list[int]], draw: Callable[
 
 
 @given(case=settings_of_a_run(), data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_head_and_resumed_tail_are_the_whole(case: Any, data: st.DataObject) -> None:
     check_the_whole(case, data.draw)
 

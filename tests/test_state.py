@@ -467,15 +467,26 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trees)
-def test_odd_trees_are_a_value_or_refused(tree: Any) -> None:
+def check_an_odd_tree(tree: Any) -> None:
     data = msgspec.msgpack.encode(tree)
     try:
         value = unpack_snapshot(data)
     except StateError:
         return
     assert exact(unpack_snapshot(pack_snapshot(value))) == exact(value)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trees)
+def test_odd_trees_are_a_value_or_refused(tree: Any) -> None:
+    check_an_odd_tree(tree)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trees)
+def test_many_odd_trees_are_a_value_or_refused(tree: Any) -> None:
+    check_an_odd_tree(tree)
 
 
 @pytest.mark.parametrize(

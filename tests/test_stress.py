@@ -23,7 +23,7 @@ def stress(seconds: float, *more: str) -> str:
 
 @pytest.mark.parametrize("staging", ["poison", "default"])
 def test_nothing_is_wrong_in_a_few_seconds(staging: str) -> None:
-    printed = stress(3, "--staging", staging)
+    printed = stress(2, "--staging", staging)
     assert f"{staging} staging" in printed
     total = re.search(r"^all +(\d+) +(\d+) +(\d+)", printed, re.M)
     assert total is not None
@@ -57,7 +57,7 @@ def test_slots_that_are_released_too_early_are_found(S: NamedSharding) -> None:
 
         stages.Placer.dispatch = early
         stress.use_devices(8)
-        for number in range(40 if os.environ["LATE"] == "True" else 5):
+        for number in range(40 if os.environ["LATE"] == "True" else 3):
             if stress.run_case(0, number, poison=True).tally.wrong:
                 print("found")
                 break

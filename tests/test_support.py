@@ -39,7 +39,7 @@ def test_waits_for_a_thread_that_ends():
 
 def test_a_thread_that_outlives_its_test_fails_it(tmp_path: Path) -> None:
     (tmp_path / "test_leak.py").write_text(LEAVES_A_THREAD)
-    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-c", str(REPOSITORY / "pyproject.toml"), str(tmp_path), "-rEf"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "conftest", "-c", str(REPOSITORY / "pyproject.toml"), str(tmp_path), "-rEf"]
     done = run_command(command, env={"PYTHONPATH": str(REPOSITORY / "tests")})
     lines = done.stdout.splitlines()
     assert [line.split(" - ")[0].split("::")[-1] for line in lines if line.startswith(("ERROR ", "FAILED "))] == [

@@ -97,8 +97,9 @@ def test_what_was_added_since() -> None:
 @pytest.mark.parametrize(
     ("taken", "read", "dispatch", "ready", "expected"),
     [
-        (10.0, 9.0, 9.5, 10.0, {"reading": 2.25, "transform": 4.5, "copying": 2.25, "transferring": 1.0}),
-        (10.0, -1.0, 4.0, 7.0, {"transferring": 7.0, "handing_over": 3.0}),  # read before, and the transfer was busy with others
+        (10.0, 9.0, 9.5, 10.0, {"reading": 2.25, "transform": 4.5, "copying": 2.25, "transferring": 0.5, "handing_over": 0.5}),
+        (10.0, -1.0, 4.0, 7.0, {"transferring": 3.0, "handing_over": 7.0}),  # read before
+        (10.0, 1.0, 4.0, 7.0, {"reading": 0.25, "transform": 0.5, "copying": 0.25, "transferring": 3.0, "handing_over": 6.0}),
         (10.0, -3.0, -2.0, -1.0, {"handing_over": 10.0, "ahead": 1.0}),
         (10.0, 10.0, 10.0, 10.0, {"reading": 2.5, "transform": 5.0, "copying": 2.5}),
         (0.0, -3.0, -2.0, -1.0, {"ahead": 1.0}),

@@ -1,8 +1,8 @@
 """What the batches that were handed out have taken, and what each `next()` waited for.
 
 A wait is laid over the way of the batch that ended it: while that batch was being read, the wait was for reading (or for a transform, or
-for copying, by what its readers spent); while it waited for its transfer, or was transferred, for the transfer; from then on for the
-hand-over. So a stage that is busy all the time and never waited for has no part in a wait.
+for copying, by what its readers spent); while it was transferred, for the transfer; between these, and from then on, for the hand-over from
+thread to thread. So a stage that is busy all the time and never waited for has no part in a wait.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Steps(msgspec.Struct, frozen=True):
         reading: of that, while the batch was in the source's code.
         transform: in `transform` or `collate`.
         copying: being copied into staging memory.
-        transferring: waiting for its transfer, or in it.
-        handing_over: ready, and not handed out yet: what waking a thread takes.
+        transferring: in its transfer.
+        handing_over: what waking threads takes: read, and its transfer not begun yet; ready, and not handed out yet.
         ahead: that batches were ready before they were asked for.
     """
 
@@ -145,7 +145,9 @@ def _causes(asked: AnyArray, taken: AnyArray, read: AnyArray, dispatch: AnyArray
     """Of each wait the seconds for reading, transform, copying, the transfer and the hand-over."""
     in_readers = np.clip(np.minimum(taken, np.minimum(read, dispatch)) - asked, 0.0, None)
     until_ready = np.clip(np.minimum(taken, ready) - asked, 0.0, None)
+    # The batches before it were handed out, so nothing but the thread that dispatches can be late
+    waking = np.clip(np.minimum(taken, dispatch) - np.maximum(asked, read), 0.0, None)
     total = work.sum(axis=1)
     shares = np.divide(work, total[:, None], out=np.zeros_like(work), where=total[:, None] > 0)
     shares[total <= 0, 0] = 1.0  # nothing was measured: it was the source that had not begun
-    return [*(in_readers * share for share in shares.T), until_ready - in_readers, taken - asked - until_ready]
+    return [*(in_readers * share for share in shares.T), until_ready - in_readers - waking, taken - asked - until_ready + waking]

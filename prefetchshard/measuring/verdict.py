@@ -208,8 +208,10 @@ def _slowest(measured: Measured, steps: Steps, setup: Setup) -> Bound:
         "reading": steps.reading,
         "transform": steps.transform,
         "copying": steps.copying,
-        "transferring": steps.transferring + steps.handing_over,
+        "transferring": steps.transferring,
     }
+    if steps.handing_over > sum(waits.values()):  # small batches
+        return "transferring"
     if _is_pulled(measured, setup):
         _tell_by_use(measured, waits)
     return max(waits, key=lambda name: waits[name])

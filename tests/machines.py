@@ -40,12 +40,11 @@ class Thread:
     batch: int = -1
 
     @property
-    def is_idle(self) -> bool:
-        return not self.left
-
-    @property
     def phase(self) -> int:
-        return next((i for i, left in enumerate(self.left) if left > 0), -1)
+        for i, left in enumerate(self.left):
+            if left > 0:
+                return i
+        return -1
 
 
 class Machine:
@@ -128,16 +127,17 @@ class Machine:
 
     def _tick(self) -> None:
         for thread in self.threads:
-            if thread.is_idle:
+            if not thread.left:
                 self._deal(thread)
         self._advance()
         self.now += TICK
         self._consume()
         if self.controller is not None and self.now >= self.due_at:
             self._look(self.controller)
-        idle = [thread for thread in self.threads if thread.is_idle]
-        for thread in idle[: max(0, len(self.threads) - self.wanted)]:
-            self.threads.remove(thread)
+        if len(self.threads) > self.wanted:
+            idle = [thread for thread in self.threads if not thread.left]
+            for thread in idle[: len(self.threads) - self.wanted]:
+                self.threads.remove(thread)
 
     @property
     def _slots(self) -> int:
@@ -158,9 +158,11 @@ class Machine:
         self.open[batch] -= size - 1  # one is left until the part is done
 
     def _advance(self) -> None:
-        busy = [thread for thread in self.threads if not thread.is_idle]
-        phases = [[thread for thread in busy if thread.phase == phase] for phase in range(4)]
-        gated, asleep, computing, locked = phases
+        busy = [thread for thread in self.threads if thread.left]
+        phases: list[list[Thread]] = [[], [], [], [], []]
+        for thread in busy:
+            phases[thread.phase].append(thread)
+        gated, asleep, computing, locked, _ = phases
         self.busy += TICK * len(busy)
         runnable = len(computing) + bool(locked)
         share = min(1.0, self.cores / max(1, runnable))

@@ -71,11 +71,11 @@ def test_a_slow_consumer_keeps_few_threads(name: str, seed: int) -> None:
     ("before", "after", "at", "needed"),
     [
         (SLEEPS, FAST, 60, 2),
-        pytest.param(FAST, SLEEPS, 300, 48, marks=pytest.mark.slow),
-        pytest.param(SLEEPS, COMPUTES, 80, 2, marks=pytest.mark.slow),
+        (FAST, SLEEPS, 300, 48),
+        (SLEEPS, COMPUTES, 80, 2),
         (COMPUTES, SLEEPS, 60, 48),
         (SLEEPS, PYTHON, 80, 1),
-        pytest.param(PYTHON, SLEEPS, 60, 48, marks=pytest.mark.slow),
+        (PYTHON, SLEEPS, 60, 48),
     ],
 )
 def test_a_source_that_changes(before: Work, after: Work, at: int, needed: int) -> None:

@@ -145,7 +145,7 @@ def test_only_the_last_batches_are_drawn_and_nothing_lies_outside() -> None:
 
 
 def test_a_page_of_many_parts_stays_small() -> None:
-    plot = way.way_of(many(60, parts=2000), has_step=True)
+    plot = way.way_of(many(60, parts=400), has_step=True)
     assert len(plot.svg) < 350_000
     total = sum(width for _, width, _ in bars(drawn(plot), "reading"))
     assert total > 0

@@ -121,11 +121,19 @@ def _after_reading(batches: Sequence[BatchTimes], began_at: float) -> Iterator[S
             "transfer", dispatch, ready, f"{step}: transfer", times, {}, [("dispatch", dispatch, min(dispatched, ready), {})], dispatch
         )
         yield Slice("ready", ready, taken, f"{step}: ready", times, {}, (), ready)
-        # Inside the slice, and after all that happened to the batch before
-        yield Slice("next()", asked, taken, f"{step}: next()", times, {}, (), (max(asked, ready) + taken) // 2)
+        yield Slice("next()", asked, taken, f"{step}: next()", times, {}, _waiting(asked, ready, taken), (max(asked, ready) + taken) // 2)
         until = taken if following is None else _ns(following.asked_at, began_at)
         if until > taken:
             yield Slice("step", taken, until, step, times, {})
+
+
+def _waiting(asked: int, ready: int, taken: int) -> list[tuple[str, int, int, dict[str, Any]]]:
+    """What a `next()` that waited did.
+
+    Perfetto turns an arrow round where the slice it leads to began before the one it comes from. So the arrow ends in a slice that began
+    when the batch was ready.
+    """
+    return [("waiting", asked, ready, {}), ("handing over", ready, taken, {})] if asked < ready else []
 
 
 def _ns(at: float, began_at: float) -> int:
@@ -173,8 +181,13 @@ def _events(thread: int, process: int, slices: Iterable[Slice]) -> Iterator[Even
 def _event(thread: int, process: int, name: str, began: int, ended: int, args: dict[str, Any]) -> Event:
     return {
         "ph": "X", "name": name, "cat": "prefetchshard", "pid": process, "tid": thread,
-        "ts": began / 1000, "dur": (ended - began) / 1000, "args": args,
+        "ts": _micros(began), "dur": _micros(ended) - _micros(began), "args": args,
     }  # fmt: skip
+
+
+def _micros(ns: int) -> float:
+    """Microseconds, in eighths: binary fractions, which readers add without an error. Else a slice ends after the next one has begun."""
+    return ns // 125 / 8
 
 
 def _flows(slices: Iterable[tuple[int, Slice]], process: int) -> Iterator[Event]:
@@ -187,5 +200,5 @@ def _flows(slices: Iterable[tuple[int, Slice]], process: int) -> Iterator[Event]
     for step, way in touched.items():
         for i, (_, at, thread) in enumerate(sorted(way)):
             phase = "s" if i == 0 else "f" if i == len(way) - 1 else "t"
-            event: Event = {"ph": phase, "name": NAME, "cat": NAME, "id": step, "pid": process, "tid": thread, "ts": at / 1000}
+            event: Event = {"ph": phase, "name": NAME, "cat": NAME, "id": step, "pid": process, "tid": thread, "ts": _micros(at)}
             yield {**event, "bp": "e"} if phase == "f" else event

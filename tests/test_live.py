@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import json
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -204,6 +206,106 @@ def test_a_loader_that_has_not_begun_and_one_with_two_runs(S: NamedSharding, ter
         terminal.wait_for("no run, or several")
         first.close()
         second.close()
+
+
+# -- in a notebook
+
+
+class Output:
+    """What a notebook shows in one place."""
+
+    def __init__(self, made: Any) -> None:
+        self.shows = made
+
+    def update(self, made: Any) -> None:
+        self.shows = made
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
+    """The outputs of a cell."""
+    outputs: list[Output] = []
+
+    def display(made: Any, *, display_id: bool) -> Output:
+        assert display_id, "it cannot be changed"
+        outputs.append(Output(made))
+        return outputs[-1]
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    monkeypatch.setattr(drawing, "make_console", lambda: Console(force_jupyter=True))
+    return outputs
+
+
+def html(output: Output) -> str:
+    return output.shows._repr_mimebundle_([], [])["text/html"]
+
+
+def test_a_notebook_gets_one_output_that_changes(S: NamedSharding, cell: list[Output], capfd: pytest.CaptureFixture[str]) -> None:
+    loader = ps.Loader(lambda: itertools.islice(endless(), 20), S)
+    with ps.live(loader, seconds=0.001):
+        for step, _ in enumerate(loader):
+            print("printed", step)  # noqa: T201 - as a cell does
+            if step == 9:
+                wait_until(lambda: "step 10," in html(cell[0]))
+    assert len(cell) == 1
+    assert "step 20," in html(cell[0])
+    assert "all of the run" in html(cell[0])
+    assert capfd.readouterr() == ("".join(f"printed {step}\n" for step in range(20)), "")
+
+
+def test_a_notebook_that_shows_nothing_ends_no_loop(S: NamedSharding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython.display", None)
+    monkeypatch.setattr(drawing, "make_console", lambda: Console(force_jupyter=True))
+    assert len(list(ps.live(ps.Loader(lambda: itertools.islice(endless(), 5), S), seconds=0.001))) == 5
+    assert not live_threads()
+
+
+@pytest.mark.ecosystem
+def test_cells_of_a_real_notebook() -> None:
+    """One display a loop, in both kinds of loop; no printed line is lost; statistics and verdicts are shown as texts."""
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    program = """
+        import json
+        import nbformat
+        from nbclient import NotebookClient
+
+        cells = ['''
+        import numpy as np
+        import prefetchshard as ps
+        def batches():
+            for number in range(200):
+                yield np.full((8, 3), number, np.float32)
+        loader = ps.Loader(batches)
+        ''', '''
+        with ps.live(loader, seconds=0.001):
+            for number, batch in enumerate(loader):
+                print("printed", number)
+        ''', '''
+        with ps.live(loader, seconds=0.001):
+            async for batch in loader:
+                pass
+        ''', "loader.stats()", "loader.stats().verdict"]
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+        print(json.dumps([cell.outputs for cell in notebook.cells]))
+    """
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    start, loop, asynchronous, stats, verdict = json.loads(done.stdout.splitlines()[-1])
+    assert start == []
+    for outputs, step in ((loop, 200), (asynchronous, 400)):
+        (shown,) = [output for output in outputs if output["output_type"] == "display_data"]
+        assert f"step {step}," in shown["data"]["text/html"]
+        assert "all of the run" in shown["data"]["text/html"]
+    printed = [output for output in loop if output["output_type"] != "display_data"]
+    assert {output["name"] for output in printed} == {"stdout"}
+    assert "".join(output["text"] for output in printed).count("printed") == 200
+    assert len(asynchronous) == 1
+    for outputs in (stats, verdict):
+        (shown,) = outputs
+        assert shown["data"]["text/plain"].startswith("Bound by ")
+    assert "ms a batch" in stats[0]["data"]["text/plain"]
 
 
 # -- how it ends

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -32,12 +34,33 @@ def make_console() -> Console:
 def make_screen() -> Screen:
     """What is possible here: a display that changes, or lines."""
     console = make_console()
-    can_draw = console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
-    return Display(console) if can_draw else Lines(console)
+    if console.is_jupyter:
+        return Cell()
+    return Display(console) if console.is_terminal and not console.is_dumb_terminal else Lines(console)
+
+
+class Cell:
+    """One output of a notebook's cell, which changes.
+
+    Not rich's own display: it needs ipywidgets, and while it draws it takes what the loop prints, and wipes that away.
+    """
+
+    def __init__(self) -> None:
+        self._output: Any = None
+
+    def start(self, shown: Shown | None) -> None:
+        self._output = importlib.import_module("IPython.display").display(picture(shown), display_id=True)
+
+    def show(self, shown: Shown | None) -> None:
+        self._output.update(picture(shown))
+
+    def stop(self, shown: Shown | None) -> None:
+        if shown is not None and self._output is not None:
+            self._output.update(picture(shown))
 
 
 class Display:
-    """One display that changes, in a terminal or in a notebook."""
+    """One display that changes, in a terminal."""
 
     def __init__(self, console: Console) -> None:
         # What is printed appears above it, but what goes into a file still goes there
@@ -80,8 +103,8 @@ class Lines:
         del shown
 
 
-def picture(shown: Shown | None) -> RenderableType:
-    """What the display shows."""
+def picture(shown: Shown | None) -> Panel:
+    """What the display shows; notebooks can show it too."""
     if shown is None:
         return Panel(Text("no run, or several"), title="prefetchshard", title_align="left", width=WIDTH)
     stats = shown.stats

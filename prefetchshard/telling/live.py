@@ -81,8 +81,9 @@ def live(watched: Watched[T_co], *, seconds: float = 1.0) -> Live[T_co]:
     """Show what a loop depends on while it runs: around the loop (`with`), or around the loader (`for batch in ps.live(loader)`).
 
     It shows the verdict on the last 10 s, the step, rates, for which share of the time the loop waited for which stage, how full the two
-    queues are, and how many threads read. In a terminal and in a notebook (there with the package `ipywidgets`) that is one display,
-    which changes; elsewhere it is a plain line every 10 s. It goes to the standard error stream; what the loop prints appears above it.
+    queues are, and how many threads read. In a terminal that is one display, which changes, with what the loop prints above it. In a
+    notebook it is one output of the cell, which changes, with what the loop prints below it. Elsewhere it is a plain line every 10 s.
+    Outside notebooks it goes to the standard error stream.
 
     `async for` loops, and loops that Ctrl-C may interrupt without losing a batch, take `with`.
 

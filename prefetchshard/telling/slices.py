@@ -125,11 +125,19 @@ def _after_reading(batches: Sequence[BatchTimes], began_at: float) -> Iterator[S
             "transfer", dispatch, ready, f"{step}: transfer", times, {}, [("dispatch", dispatch, min(dispatched, ready), {})], dispatch
         )
         yield Slice("ready", ready, taken, f"{step}: ready", times, {}, (), ready)
-        # Inside the slice, and after all that happened to the batch before
-        yield Slice("next()", asked, taken, f"{step}: next()", times, {}, (), (max(asked, ready) + taken) // 2)
+        yield Slice("next()", asked, taken, f"{step}: next()", times, {}, _waiting(asked, ready, taken), (max(asked, ready) + taken) // 2)
         until = taken if following is None else _ns(following.asked_at, began_at)
         if until > taken:
             yield Slice("step", taken, until, step, times, {})
+
+
+def _waiting(asked: int, ready: int, taken: int) -> list[tuple[str, int, int, dict[str, Any]]]:
+    """What a `next()` that waited did.
+
+    Perfetto turns an arrow round where the slice it leads to began before the one it comes from. So the arrow ends in a slice that began
+    when the batch was ready.
+    """
+    return [("waiting", asked, ready, {}), ("handing over", ready, taken, {})] if asked < ready else []
 
 
 def _ns(at: float, began_at: float) -> int:

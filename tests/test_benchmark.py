@@ -17,9 +17,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -30,10 +31,11 @@ from prefetchshard.app.bench.finding import find_factory
 from prefetchshard.app.bench.progress import Progress
 from prefetchshard.benchmarking.benchmark import parts_of
 from prefetchshard.benchmarking.by_hand import Placing, read_batches
-from prefetchshard.benchmarking.passes import ByHandPass, Counts
+from prefetchshard.benchmarking.passes import ByHandPass, Counts, LoaderPass
 from prefetchshard.benchmarking.report import Benchmark, BenchmarkRun
 from prefetchshard.benchmarking.rounds import Round, Rounds
 from prefetchshard.benchmarking.steps import FIRST_PRODUCTS, chain_on, make_step, products_for
+from prefetchshard.measuring.verdict import Verdict
 from prefetchshard.testing import ManualClock
 
 SHORT = 0.02
@@ -73,6 +75,7 @@ class FakePass:
 
     def __init__(self, clock: ManualClock, count: int) -> None:
         self.clock, self.left, self.counts, self.is_closed = clock, count, Counts(), False
+        self.begins_epoch = False
 
     def __next__(self) -> int:
         if not self.left:
@@ -130,6 +133,57 @@ def test_a_source_of_one_batch_is_counted_with_its_beginning() -> None:
     )
 
 
+class FakeEpochs(FakePass):
+    """The same in epochs of some batches, in one pass; the first so many batches of each take 5 s."""
+
+    def __init__(self, clock: ManualClock, length: int, slow: int = 1) -> None:
+        super().__init__(clock, 10**6)
+        self.length, self.slow, self.taken = length, slow, 0
+
+    def __next__(self) -> int:
+        row = self.taken % self.length
+        self.begins_epoch, self.taken = row == 0, self.taken + 1
+        self.clock.advance(5 if row < self.slow else 2)
+        self.counts = Counts(self.counts.rows + 8, self.counts.nbytes + 100)
+        return row
+
+
+def in_epochs(length: int, seconds: float, slow: int = 1) -> Round:
+    clock = ManualClock()
+    return Rounds(lambda: FakeEpochs(clock, length, slow), lambda _: clock.advance(1), clock, first_batches=slow).run(
+        seconds, lambda _: None
+    )
+
+
+def test_the_first_batch_of_a_later_epoch_is_not_counted() -> None:
+    found = in_epochs(length=4, seconds=21)
+    assert (found.batches, found.rows, found.nbytes, found.seconds, found.waited_seconds) == (7, 56, 700, 21, 14)
+    assert (found.epochs, found.epochs_seconds, found.first_batch_seconds) == (2, 10, 5)
+
+
+def test_as_many_first_batches_are_left_out_as_there_are_processes() -> None:
+    found = in_epochs(length=5, seconds=12, slow=3)
+    assert (found.batches, found.seconds, found.waited_seconds, found.epochs) == (4, 12, 8, 1)
+    found = in_epochs(length=1000, seconds=1, slow=3)
+    assert (found.batches, found.seconds, found.epochs) == (1, 3, 0)  # one at least, however short the time
+
+
+@pytest.mark.parametrize(("length", "slow"), [(1, 1), (2, 3)])
+def test_epochs_that_only_begin_come_to_an_end(length: int, slow: int) -> None:
+    found = in_epochs(length, seconds=12, slow=slow)
+    assert not found.has_steady
+    assert found.batches * 6 == found.seconds
+    assert found.rows == 8 * found.batches
+
+
+def test_epochs_that_mostly_begin_come_to_an_end() -> None:
+    found = in_epochs(length=3, seconds=2, slow=2)
+    assert (found.batches, found.seconds) == (1, 3)
+    found = in_epochs(length=2, seconds=100)  # 6 s to begin one, and then 3 s that count
+    assert (found.batches, found.seconds) == (34, 102)
+    assert in_epochs(length=2, seconds=0.5).batches == 1
+
+
 def test_a_source_without_a_batch_is_refused() -> None:
     with pytest.raises(ps.BatchError, match="no batch"):
         measured(count=0, seconds=1)
@@ -149,7 +203,7 @@ def a_round(batches: int, seconds: float, waited: float = 0.0, first: float = 0.
 
 
 def a_run(name: str, *rounds: Round) -> BenchmarkRun:
-    stats: Any = SimpleNamespace(verdict="Bound by a test.", to_dict=dict) if name in ("loader", "step") else None
+    stats: Any = SimpleNamespace(verdict=Verdict("consumer", 0.0, 0.0, ""), to_dict=dict) if name in ("loader", "step") else None
     return BenchmarkRun(name=name, rounds=rounds, stats=stats)
 
 
@@ -166,12 +220,56 @@ def test_the_ratio_is_of_batches_a_second() -> None:
     found = Benchmark(source="a test", runs=runs)
     assert found.ratio == 2.0
     text = str(found)
-    assert text.startswith("Bound by a test.\n")
+    assert text.startswith("Bound by the consumer: ")
     assert "2.00 times as fast as the thread and queue (2.00, 2.00 in each of 2 rounds)" in text
     assert "the loader 250.0 ms, thread and queue by hand 250.0 ms" in text
     assert Benchmark(source="a test", runs={"loader": runs["loader"]}).ratio is None
     with pytest.raises(ps.ConfigError, match="no loader was measured"):
         _ = Benchmark(source="a test", runs={}).verdict
+
+
+def test_what_beginning_an_epoch_costs_is_said() -> None:
+    def a_text(*waits: float) -> str:
+        rounds = [msgspec.structs.replace(a_round(10, 1.0), epochs=2, epochs_seconds=wait) for wait in waits]
+        runs = {"source": a_run("source", a_round(10, 1.0)), "loader": a_run("loader", *rounds), "by_hand": a_run("by_hand", *rounds)}
+        assert runs["source"].to_dict()["next_epoch_seconds"] is None
+        return str(Benchmark(source="a test", runs=runs))
+
+    said = "nor the wait for a later epoch to begin, which the verdict has in it (the loader 1500.0 ms, thread and queue by hand 1500.0 ms)"
+    assert said in a_text(2.0, 4.0)
+    assert "later epoch" not in a_text(0.01, 0.01)
+
+
+def test_the_advice_where_epochs_begin_for_long() -> None:
+    measured = ps.benchmark(lambda: batches(100), sharding=P(), seconds=SHORT)
+    reading = Verdict("reading", 0.9, 9.0, "something else")
+
+    class Stats(SimpleNamespace):
+        verdict = reading
+
+    def advice(epochs_seconds: float, waited: float, epochs: int = 2) -> str:
+        one = msgspec.structs.replace(a_round(10, 1.0, waited), epochs=epochs, epochs_seconds=epochs_seconds)
+        run = BenchmarkRun(name="loader", rounds=(one,), stats=cast("Any", Stats()))
+        return msgspec.structs.replace(measured, runs={"loader": run}).verdict.advice
+
+    assert advice(10.0, 0.5).startswith("most of it is for a later epoch to begin (5.0 s each time): keep what that needs")
+    assert advice(0.3, 0.5) == advice(0.01, 0.001) == advice(0.0, 0.5, epochs=0) == "something else"
+
+
+def test_the_start_of_a_loader_is_not_in_its_statistics() -> None:
+    """Else a short measurement is bound by start-up."""
+    one = LoaderPass(ps.Loader(lambda: batches(4), P("data"), epochs=2))
+    found: list[bool] = []
+    next(one)
+    assert (one.begins_epoch, one.stats().batches, one.counts.rows) == (True, 1, 16)
+    assert one.stats().start_up_seconds > 0
+    with contextlib.suppress(StopIteration):
+        while True:
+            next(one)
+            found.append(one.begins_epoch)
+    assert found == [False] * 3 + [True] + [False] * 3
+    assert (one.stats().batches, one.stats().start_up_seconds, one.counts.rows) == (7, 0.0, 128)
+    one.close()
 
 
 def test_as_many_products_as_the_step_is_long() -> None:
@@ -280,6 +378,16 @@ def test_what_was_measured_is_let_go_of() -> None:
     assert alive == [0, 0, 1, 0]
 
 
+def test_by_hand_rows_and_bytes_are_counted_as_a_loader_does() -> None:
+    """A scalar has no rows, and devices hold 32 bits."""
+    found = ps.benchmark(lambda: [{"x": np.zeros((16, 3)), "epoch": 3}] * 8, seconds=SHORT, sharding=lambda path, shape, dtype: P())
+    counted = {
+        name: (one.rows_per_second / one.batches_per_second, one.bytes_per_second / one.batches_per_second)
+        for name, one in found.runs.items()
+    }
+    assert counted == dict.fromkeys(("source", "loader", "by_hand"), pytest.approx((16, 16 * 3 * 4 + 4)))
+
+
 def test_by_hand_the_thread_ends_while_it_waits_for_room() -> None:
     one = ByHandPass(parts_of(ps.Loader(endless, P("data"))))
     next(one)
@@ -319,8 +427,8 @@ def test_every_kind_of_source(kind: str) -> None:
     assert {what for what, _ in told} >= {"the source alone, one thread", "the loader beside a step"}
     assert all(0 <= share <= 1 for _, share in told)
     assert json.loads(json.dumps(found.to_dict()))["verdict"]["bound"] == found.verdict.bound
-    assert [note for note in found.notes if "one batch at a time" not in note] == []
-    assert bool(found.notes) == (kind == "a loader of one batch")
+    assert [note for note in found.notes if "an epoch is over before its start is" not in note] == []
+    assert bool(found.notes) == (kind in ("a loader of one batch", "an iterator of one batch"))
 
 
 def test_arrays_on_the_devices_have_no_way_by_hand() -> None:
@@ -338,12 +446,63 @@ def test_what_is_left_out_by_hand_is_said() -> None:
     assert "the thread and queue do without device_transform and pad" in str(found)
 
 
+def test_examples_taken_for_batches_are_pointed_out() -> None:
+    said = "each item of the dataset was taken for a whole batch"
+    assert said in str(ps.benchmark(Squares, sharding=P(), seconds=SHORT))
+    assert said not in str(ps.benchmark(Squares, batch_size=16, seconds=SHORT))
+
+
+@pytest.mark.parametrize(("keeps", "is_said"), [(False, True), (True, False)])
+def test_processes_that_are_started_for_each_epoch_are_pointed_out(keeps: bool, is_said: bool) -> None:
+    class WithProcesses:
+        num_workers, persistent_workers = 2, keeps
+
+        def __iter__(self) -> Iterator[Any]:
+            return batches()
+
+    said = "the source starts 2 worker processes anew for each epoch: persistent_workers=True keeps"
+    assert (said in str(ps.benchmark(WithProcesses, seconds=SHORT))) == is_said
+
+
+@pytest.mark.ecosystem
+def test_a_torch_data_loader() -> None:
+    torch: Any = pytest.importorskip("torch")
+    data: Any = importlib.import_module("torch.utils.data")
+    tensors = data.TensorDataset(torch.zeros(64, 3), torch.zeros(64, dtype=torch.int64))
+    found = ps.benchmark(lambda: data.DataLoader(tensors, batch_size=16), seconds=SHORT, step_ms=1)
+    assert list(found.runs) == ["source", "loader", "by_hand", "step"]
+    for run in found.runs.values():
+        assert run.bytes_per_second == pytest.approx(16 * (3 * 4 + 4) * run.batches_per_second)
+    found = ps.benchmark(lambda: tensors, batch_size=16, seconds=SHORT)
+    assert found.runs["loader"].batches > 0
+    found = ps.benchmark(lambda: data.DataLoader(tensors, batch_size=None), batch_size=16, seconds=SHORT)
+    assert found.runs["loader"].batches > 0
+    with pytest.raises(ps.ConfigError, match="batches already"):
+        ps.benchmark(lambda: data.DataLoader(tensors, batch_size=16), batch_size=16, seconds=SHORT)
+
+
 @pytest.mark.ecosystem
 def test_a_grain_pipeline() -> None:
     grain: Any = pytest.importorskip("grain")
     found = ps.benchmark(lambda: grain.MapDataset.source(list(ROWS)).to_iter_dataset().batch(16), seconds=SHORT)
     assert found.runs["by_hand"].batches > 0
     found = ps.benchmark(lambda: grain.MapDataset.source(list(ROWS)), batch_size=16, seconds=SHORT)
+    assert found.runs["loader"].batches > 0
+    python: Any = importlib.import_module("grain.python")
+
+    def loader() -> Any:
+        sampler = python.IndexSampler(64, shuffle=True, seed=0, num_epochs=1)
+        return python.DataLoader(data_source=list(ROWS), sampler=sampler, operations=[python.Batch(16)], worker_count=0)
+
+    found = ps.benchmark(loader, seconds=SHORT)
+    assert found.runs["loader"].rows_per_second == pytest.approx(16 * found.runs["loader"].batches_per_second)
+
+
+@pytest.mark.ecosystem
+def test_a_table_of_datasets() -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": ROWS}).with_format("numpy")
+    found = ps.benchmark(lambda: table, batch_size=16, seconds=SHORT)
     assert found.runs["loader"].batches > 0
 
 
@@ -355,6 +514,7 @@ def test_a_grain_pipeline() -> None:
         (lambda: batches(0), {"batch_size": 8}, ps.BatchError, "no batch of 8 rows"),
         (lambda: None, {}, ps.ConfigError, "is a `return` missing"),
         (lambda: 5, {}, ps.ConfigError, "is no source"),
+        (lambda: Squares, {}, ps.ConfigError, "returned the class Squares, not a source: call it, return Squares(...)"),
         (ROWS, {}, ps.ConfigError, "a function that returns a source"),
         (lambda: ps.Loader(ROWS, batch_size=8), {"batch_size": 8, "workers": 2}, ps.ConfigError, "leave batch_size=, workers= out"),
         (batches, {"seconds": 0}, ps.ConfigError, "seconds=0"),

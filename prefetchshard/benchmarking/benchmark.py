@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from prefetchshard.base.clock import MONOTONIC, Clock
 from prefetchshard.base.codec import shown
-from prefetchshard.base.config import PerDevice, Processes, Settings
+from prefetchshard.base.config import PerDevice, Processes
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.signatures import misfit
 from prefetchshard.benchmarking.passes import ByHandPass, LoaderPass, Pass, SourcePass
@@ -18,6 +18,7 @@ from prefetchshard.benchmarking.rounds import Round, Rounds
 from prefetchshard.benchmarking.steps import Step, make_step, no_step
 from prefetchshard.building.run_factory import Parts
 from prefetchshard.loader import Loader
+from prefetchshard.sources.dataset import Dataset
 
 ROUNDS = 2
 """The loader and what is written by hand take turns, so that what else the machine does meets both."""
@@ -40,7 +41,8 @@ def benchmark(
 
     It measures one after the other: the source alone, read in one thread; the loader, with nothing done with a batch but waiting for it,
     in turns with a thread that reads, calls `jax.device_put` and fills a `queue.Queue(2)`; with `step_ms` the loader beside a step. The
-    first batch of each, and what is compiled, are not in the figures. An endless source is fine. One that ends is begun anew.
+    first batch of each, the first one of each later epoch, and what is compiled are not in the figures. An endless source is fine. One that
+    ends is begun anew.
 
     Args:
         make: returns a source, an iterator, or a `Loader`, which is measured with its own settings. It is called without arguments, once
@@ -94,11 +96,16 @@ class Maker:
 
     Attributes:
         words: what that is; empty where a loader over it can say so.
+        processes: worker processes that it has of its own, as far as it tells.
+        keeps_processes: from epoch to epoch.
+        is_list: it is a list, so that its items are meant as they are.
     """
 
     def __init__(self, make: Callable[[], Any], given: dict[str, Any]) -> None:
         self._make, self._given = make, given
         self.words = ""
+        self.processes = 0
+        self.keeps_processes = self.is_list = False
 
     def __call__(self) -> Loader[Any]:
         made: Any = self._make()
@@ -109,6 +116,14 @@ class Maker:
             return cast("Loader[Any]", made)
         if made is None:
             raise ConfigError("the function returned None: it must return a source, an iterator or a Loader; is a `return` missing?")
+        if isinstance(made, type):
+            raise ConfigError(
+                f"the function returned the class {made.__qualname__}, not a source: call it, return {made.__qualname__}(...)"
+            )
+        workers = getattr(made, "num_workers", 0)
+        self.processes = workers if isinstance(workers, int) else 0
+        self.is_list = isinstance(made, (list, tuple))
+        self.keeps_processes = bool(getattr(made, "persistent_workers", False))
         sharding = self._given.get("sharding")
         options: dict[str, Any] = {name: value for name, value in self._given.items() if name != "sharding"}
         try:
@@ -192,7 +207,8 @@ def measure(maker: Maker, step_seconds: float, seconds: float, progress: Progres
     }
     first = ways["source"].loader
     words, parts = maker.words or words_of(first), parts_of(first)
-    settings, is_readable = parts.settings, not parts.source.stays_on_devices
+    is_readable = not parts.source.stays_on_devices
+    notes = _notes_on(maker, parts)
     step = make_step(step_seconds, parts.rules.device(), clock)
     del first, parts  # it is forgotten as soon as it is measured
     alternating = ["loader", "by_hand", "by_hand", "loader"] if is_readable else ["loader"] * ROUNDS
@@ -203,18 +219,18 @@ def measure(maker: Maker, step_seconds: float, seconds: float, progress: Progres
         ways["source"].forget()
     if step.kind:
         plan.append(_Measurement("step", ways["step"], step, seconds))
-    found = _all(plan, progress, clock)
+    found = _all(plan, max(1, maker.processes), progress, clock)
     return Benchmark(
         source=words,
         runs={name: _run_of(name, found[name]) for name in NAMES if name in found},
         step=step.kind,
         step_seconds=step_seconds,
         warm_up_seconds=step.warm_up_seconds,
-        notes=tuple(_notes(settings, found)),
+        notes=(*_notes(found), *notes),
     )
 
 
-def _all(plan: list[_Measurement], progress: Progress, clock: Clock) -> dict[str, list[Round]]:
+def _all(plan: list[_Measurement], first_batches: int, progress: Progress, clock: Clock) -> dict[str, list[Round]]:
     total = sum(one.seconds for one in plan)
     done = 0.0
     found: dict[str, list[Round]] = {}
@@ -225,7 +241,7 @@ def _all(plan: list[_Measurement], progress: Progress, clock: Clock) -> dict[str
         def tell(seconds: float, what: str = what, before: float = before) -> None:
             progress(what, min(1.0, (before + seconds) / total))
 
-        found.setdefault(one.name, []).append(Rounds(one.way.begin, one.step.run, clock).run(one.seconds, tell))
+        found.setdefault(one.name, []).append(Rounds(one.way.begin, one.step.run, clock, first_batches).run(one.seconds, tell))
         done += one.seconds
         if all(other.way is not one.way for other in plan[number + 1 :]):
             one.way.forget()
@@ -237,7 +253,7 @@ def _run_of(name: str, rounds: list[Round]) -> BenchmarkRun:
     return BenchmarkRun(name=name, rounds=tuple(rounds), stats=best.stats, recent=best.recent)
 
 
-def _notes(settings: Settings, found: dict[str, list[Round]]) -> list[str]:
+def _notes(found: dict[str, list[Round]]) -> list[str]:
     notes: list[str] = []
     if "step" not in found:
         notes.append(
@@ -246,8 +262,23 @@ def _notes(settings: Settings, found: dict[str, list[Round]]) -> list[str]:
     if "source" not in found:
         notes.append("arrays that stay on the devices are not read on the host: only the loader is measured")
     if not all(one.has_steady for rounds in found.values() for one in rounds):
-        notes.append("the source gives one batch at a time: the figures have in them what beginning takes")
-    left_out = [name for name in ("microbatches", "device_transform", "pad") if getattr(settings, name) is not None]
-    if left_out and "by_hand" in found:
+        notes.append("an epoch is over before its start is: the figures have in them what beginning takes")
+    return notes
+
+
+def _notes_on(maker: Maker, parts: Parts) -> list[str]:
+    """What there is to say of a source and its settings, whatever is measured."""
+    notes: list[str] = []
+    left_out = [name for name in ("microbatches", "device_transform", "pad") if getattr(parts.settings, name) is not None]
+    if left_out and not parts.source.stays_on_devices:
         notes.append(f"the thread and queue do without {' and '.join(left_out)}")
+    if maker.processes and not maker.keeps_processes:
+        notes.append(
+            f"the source starts {maker.processes} worker processes anew for each epoch: "
+            "persistent_workers=True keeps those of a torch DataLoader"
+        )
+    if isinstance(parts.source, Dataset) and parts.batch_size is None and not maker.is_list:
+        notes.append(
+            "each item of the dataset was taken for a whole batch: if it is an example, say how many make one (batch_size=, --batch-size)"
+        )
     return notes

@@ -16,10 +16,12 @@ from jax import Array
 
 from prefetchshard.base.config import HOST
 from prefetchshard.base.errors import BatchError, LeafTypeError
+from prefetchshard.base.jax_context import x64_enabled
 from prefetchshard.base.jax_types import device_put
 from prefetchshard.base.memory import AnyArray
 from prefetchshard.building.run_factory import Parts
 from prefetchshard.leaves.converting import as_array, is_numeric
+from prefetchshard.leaves.narrowing import canonical
 from prefetchshard.leaves.on_host import stack_on_host
 from prefetchshard.reading.user_functions import UserFunctions
 from prefetchshard.sharding.batch_tree import BatchTree
@@ -38,6 +40,7 @@ class ReadBatch(NamedTuple):
         rows: that the leaves have in common; 0 where they have none.
         nbytes: of the leaves that go to devices.
         is_ours: nobody overwrites its memory.
+        begins_epoch: it is the first one of its epoch.
     """
 
     leaves: list[Any]
@@ -45,6 +48,7 @@ class ReadBatch(NamedTuple):
     rows: int
     nbytes: int
     is_ours: bool
+    begins_epoch: bool = False
 
 
 def read_batches(parts: Parts) -> Generator[ReadBatch]:
@@ -61,8 +65,8 @@ def read_batches(parts: Parts) -> Generator[ReadBatch]:
         for epoch in itertools.count():
             is_empty = True
             for batch in _epoch(parts, functions, loops, epoch):
+                yield batch._replace(begins_epoch=True) if is_empty else batch
                 is_empty = False
-                yield batch
             if is_empty:
                 raise BatchError(_empty(parts))
             if parts.source.one_shot:
@@ -159,9 +163,11 @@ def _array(leaf: Any, path: str) -> Any:
 def _counted(parts: Parts, leaves: list[Any], tree: BatchTree, *, is_ours: bool) -> ReadBatch:
     each = zip(leaves, parts.rules.on_host(tree), strict=True)
     placed: list[Any] = [leaf for leaf, on_host in each if not on_host and _may_be_placed(leaf)]
-    lengths = {leaf.shape[0] if leaf.ndim else 0 for leaf in placed}
+    lengths = {leaf.shape[0] for leaf in placed if leaf.ndim}
     rows = parts.batch_size or (lengths.pop() if len(lengths) == 1 else 0)
-    return ReadBatch(leaves, tree, rows, sum(leaf.nbytes for leaf in placed), is_ours)
+    x64 = x64_enabled()
+    nbytes = sum(leaf.size * canonical(leaf.dtype, x64).itemsize for leaf in placed)
+    return ReadBatch(leaves, tree, rows, nbytes, is_ours)
 
 
 def _may_be_placed(leaf: Any) -> bool:

@@ -36,8 +36,13 @@ class Pass(Protocol):
     @property
     def counts(self) -> Counts: ...
 
+    @property
+    def begins_epoch(self) -> bool:
+        """Whether the last batch is the first one of an epoch."""
+        ...
+
     def stats(self) -> Stats | None:
-        """What the loader measured; None where there is none."""
+        """What the loader measured, but for the first batch; None where there is no loader."""
         ...
 
     def recent(self) -> Recent | None:
@@ -53,10 +58,12 @@ class SourcePass:
     def __init__(self, parts: Parts) -> None:
         self._batches = read_batches(parts)
         self.counts = Counts()
+        self.begins_epoch = False
 
     def __next__(self) -> Any:
         batch = next(self._batches)
         self.counts = Counts(self.counts.rows + batch.rows, self.counts.nbytes + batch.nbytes)
+        self.begins_epoch = batch.begins_epoch
         return batch
 
     def stats(self) -> None:
@@ -74,6 +81,7 @@ class ByHandPass:
 
     def __init__(self, parts: Parts) -> None:
         self.counts = Counts()
+        self.begins_epoch = False
         self._parts, self._context = parts, JaxContext()
         self._queue: queue.Queue[Any] = queue.Queue(QUEUE_BATCHES)
         self._is_over = threading.Event()
@@ -93,7 +101,7 @@ class ByHandPass:
         place = Placing(self._parts)
         with contextlib.closing(read_batches(self._parts)) as batches:
             for batch in batches:
-                self._queue.put((place(batch), batch.rows, batch.nbytes))
+                self._queue.put((place(batch), batch.rows, batch.nbytes, batch.begins_epoch))
                 if self._is_over.is_set():
                     return
 
@@ -101,7 +109,7 @@ class ByHandPass:
         found = self._queue.get()
         if isinstance(found, BaseException):
             raise found
-        batch, rows, nbytes = found
+        batch, rows, nbytes, self.begins_epoch = found
         self.counts = Counts(self.counts.rows + rows, self.counts.nbytes + nbytes)
         return block_until_ready(batch)
 
@@ -128,9 +136,18 @@ class LoaderPass:
 
     def __init__(self, loader: Loader[Any]) -> None:
         self._batches = iter(loader)
+        self._after_first: Stats | None = None
+        self._epoch: int | None = None
+        self.begins_epoch = False
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        batch = next(self._batches)
+        if self._after_first is None:
+            self._after_first = self._batches.stats()
+        position = self._batches.position
+        assert position is not None  # a batch was handed out
+        self.begins_epoch, self._epoch = position.epoch != self._epoch, position.epoch
+        return batch
 
     @property
     def counts(self) -> Counts:
@@ -138,8 +155,9 @@ class LoaderPass:
         return Counts(found.rows, found.bytes)
 
     def stats(self) -> Stats:
-        """Of the run so far."""
-        return self._batches.stats()
+        """Of the run so far: without its start, of which a short measurement would mostly be; of all of it where there is nothing else."""
+        stats, first = self._batches.stats(), self._after_first
+        return stats if first is None or stats.batches == first.batches else stats - first
 
     def recent(self) -> Recent:
         """The batches of the run that were handed out last: their times, not their arrays."""

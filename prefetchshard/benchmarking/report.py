@@ -29,6 +29,14 @@ NAMES = {
 
 HEADINGS = ("", "batches/s", "rows/s", "MB/s", "ms a batch", "waits")
 
+LONG_SECONDS = 0.1
+"""A later epoch that begins sooner is not worth a word."""
+
+BEGINS_FOR_LONG = (
+    "most of it is for a later epoch to begin ({seconds:.1f} s each time): keep what that needs from one epoch to the next (a torch "
+    "DataLoader: persistent_workers=True), or let one pass over the source hold several epochs"
+)
+
 
 class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
     """One way to get the batches of a source, and how fast it was.
@@ -86,6 +94,17 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
         """Until the first batch of the first round was there."""
         return self.rounds[0].first_batch_seconds
 
+    @property
+    def next_epoch_seconds(self) -> float | None:
+        """That the first batch of a later epoch was waited for, on average; None where no further epoch was begun."""
+        epochs = sum(one.epochs for one in self.rounds)
+        return sum(one.epochs_seconds for one in self.rounds) / epochs if epochs else None
+
+    @property
+    def begins_for_long(self) -> bool:
+        """Whether most of the waiting was for epochs to begin."""
+        return sum(one.epochs_seconds for one in self.rounds) > sum(one.waited_seconds for one in self.rounds)
+
     def _rate(self, count: int) -> float:
         return count / self.seconds if self.seconds else 0.0
 
@@ -100,6 +119,7 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
             "seconds_per_batch": self.seconds_per_batch,
             "waited_share": self.waited_share,
             "first_batch_seconds": self.first_batch_seconds,
+            "next_epoch_seconds": self.next_epoch_seconds,
             "rounds_batches_per_second": [one.batches / one.seconds if one.seconds else 0.0 for one in self.rounds],
             "passes": sum(one.passes for one in self.rounds),
             "stats": None if self.stats is None else self.stats.to_dict(),
@@ -148,7 +168,7 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stats(self) -> Stats:
-        """Of the loader beside a step, where there was one; else of the loader.
+        """Of the loader beside a step, where there was one; else of the loader. The first batch is not in it where there were more.
 
         Raises:
             ConfigError: no loader was measured.
@@ -165,7 +185,12 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Verdict:
         """What that loop is bound by, what that costs, and what would change it."""
-        return self.stats.verdict
+        verdict = self.stats.verdict
+        run = self.runs.get("step") or self.runs["loader"]
+        epochs = run.next_epoch_seconds or 0.0
+        if epochs < LONG_SECONDS or not run.begins_for_long or verdict.bound != "reading":
+            return verdict
+        return msgspec.structs.replace(verdict, advice=BEGINS_FOR_LONG.format(seconds=epochs))
 
     @property
     def ratio(self) -> float | None:
@@ -243,6 +268,8 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         if self.step:
             yield f"the step: {1e3 * self.step_seconds:g} ms, {self.step}"
         yield f"not in these figures: {self._warm_up()}"
+        if later := self._later_epochs():
+            yield later
         yield from self.notes
 
     def _spread(self) -> str:
@@ -255,6 +282,15 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         firsts = ", ".join(f"{NAMES[name].split(',')[0]} {1e3 * run.first_batch_seconds:.1f} ms" for name, run in self.runs.items())
         compiled = f"; the step was compiled in {self.warm_up_seconds:.2f} s" if self.warm_up_seconds else ""
         return f"the first batch ({firsts}){compiled}"
+
+    def _later_epochs(self) -> str:
+        """What beginning an epoch costs, where that is worth a word; the verdict has it in it."""
+        waits = {name: run.next_epoch_seconds for name, run in self.runs.items()}
+        told = [f"{NAMES[name].split(',')[0]} {1e3 * wait:.1f} ms" for name, wait in waits.items() if wait is not None]
+        longest = max((wait or 0.0 for wait in waits.values()), default=0.0)
+        return (
+            f"nor the wait for a later epoch to begin, which the verdict has in it ({', '.join(told)})" if longest >= LONG_SECONDS else ""
+        )
 
 
 def _row(cells: Sequence[str]) -> str:

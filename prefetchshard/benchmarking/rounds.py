@@ -1,10 +1,10 @@
-"""Takes batches for a while, and counts them. The first batch of each pass, and the step on it, which compiles, are apart."""
+"""Takes batches for a while, and counts them. The first batches of each epoch, and the step that compiles, are apart."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,7 +16,7 @@ from prefetchshard.measuring.timeline import Recent
 
 TELL_SECONDS = 0.1
 MOST_TIMES = 4
-"""Passes that are mostly start-up end after this many times the seconds asked for."""
+"""What is mostly the beginning of passes and epochs ends after this many times the seconds asked for."""
 
 Tell = Callable[[float], object]
 """Gets how many seconds are measured so far."""
@@ -34,7 +34,9 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
         step_seconds: of these, in the step.
         passes: how often the source was begun.
         first_batch_seconds: from the beginning of the first pass until its first batch was there.
-        has_steady: False where each pass had one batch: these are then counted, with what beginning a pass takes.
+        epochs: begun while a pass went on.
+        epochs_seconds: that their first batches were waited for.
+        has_steady: False where each epoch had only first batches: these are then counted, with what beginning takes.
         stats: of the pass with the most batches; None without a loader.
         recent: when what happened to the last batches of that pass; None likewise.
     """
@@ -47,6 +49,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     passes: int
     first_batch_seconds: float
+    epochs: int = 0
+    epochs_seconds: float = 0.0
     has_steady: bool = True
     stats: Stats | None = None
     recent: Recent | None = None
@@ -56,7 +60,7 @@ class _Sums:
     """What was counted of some batches."""
 
     def __init__(self) -> None:
-        self.batches = self.rows = self.nbytes = 0
+        self.batches = self.rows = self.nbytes = self.begun = 0
         self.seconds = self.waited = self.worked = 0.0
 
     def add(self, rows: int, nbytes: int) -> None:
@@ -70,6 +74,18 @@ class _Sums:
         self.worked += worked
 
 
+class Limits(NamedTuple):
+    """When a pass has had enough, and what of it is counted.
+
+    Attributes:
+        seconds: to count.
+        first_batches: of each epoch that are not counted.
+    """
+
+    seconds: float
+    first_batches: int
+
+
 class Rounds:
     """Takes batches from passes, one after the other, until enough seconds are counted.
 
@@ -77,10 +93,11 @@ class Rounds:
         begin: begins a pass.
         step: what is done with a batch.
         clock: monotonic seconds.
+        first_batches: of each epoch that are not counted: as many as the source has worker processes, which begin one after the other.
     """
 
-    def __init__(self, begin: Callable[[], Pass], step: Callable[[Any], object], clock: Clock) -> None:
-        self._begin, self._step, self._clock = begin, step, clock
+    def __init__(self, begin: Callable[[], Pass], step: Callable[[Any], object], clock: Clock, first_batches: int = 1) -> None:
+        self._begin, self._step, self._clock, self._first_batches = begin, step, clock, first_batches
 
     def run(self, seconds: float, tell: Tell) -> Round:
         """One round.
@@ -94,7 +111,7 @@ class Rounds:
         """
         clock = self._clock
         began = clock()
-        firsts, steady = _Sums(), _Sums()
+        firsts, epochs, steady = _Sums(), _Sums(), _Sums()
         stats: Stats | None = None
         recent: Recent | None = None
         first_seconds: float | None = None
@@ -103,12 +120,12 @@ class Rounds:
             with contextlib.closing(_Begun(self._begin, clock)) as begun:
                 begun.take_first(self._step, firsts)
                 first_seconds = begun.first_seconds if first_seconds is None else first_seconds
-                begun.take_rest(self._step, steady, seconds, tell)
+                begun.take_rest(self._step, steady, epochs, Limits(seconds, self._first_batches), tell)
                 found, last = begun.stats(), begun.recent()
             passes += 1
             if found is not None and (stats is None or found.batches > stats.batches):
                 stats, recent = found, last
-        sums = steady if steady.batches else firsts
+        sums = steady if steady.batches else epochs if epochs.batches else firsts
         return Round(
             batches=sums.batches,
             rows=sums.rows,
@@ -118,6 +135,8 @@ class Rounds:
             step_seconds=sums.worked,
             passes=passes,
             first_batch_seconds=first_seconds or 0.0,
+            epochs=epochs.begun,
+            epochs_seconds=epochs.waited,
             has_steady=sums is steady,
             stats=stats,
             recent=recent,
@@ -145,12 +164,22 @@ class _Begun:
         sums.took(self.first_seconds, self._clock() - taken)
         sums.add(*self._pass.counts)
 
-    def take_rest(self, step: Callable[[Any], object], sums: _Sums, seconds: float, tell: Tell) -> None:
-        """Take the batches after it, until the sums have these seconds or there is no more."""
+    def take_rest(self, step: Callable[[Any], object], steady: _Sums, epochs: _Sums, limits: Limits, tell: Tell) -> None:
+        """Take the batches after it, until the sums have these seconds, too much time has gone, or there is no more.
+
+        Args:
+            step: what is done with a batch.
+            steady: gets what is counted.
+            epochs: gets the first batches of epochs: beginning one may start processes and open files, and a short measurement has none
+                or one of them.
+            limits: how long, and how many first batches.
+            tell: is told now and then.
+        """
         clock, batches = self._clock, self._pass
         before = batches.counts
+        first_left, counted, left_out = limits.first_batches - 1, steady.batches, epochs.batches
         told = 0.0
-        asked = clock()
+        began = asked = clock()
         while True:
             try:
                 batch = next(batches)
@@ -160,15 +189,28 @@ class _Begun:
             step(batch)
             del batch
             done = clock()
-            sums.took(taken - asked, done - taken)
-            if sums.seconds >= seconds:
+            if batches.begins_epoch:
+                first_left = limits.first_batches
+                epochs.begun += 1
+            (epochs if first_left else steady).took(taken - asked, done - taken)
+            first_left = max(0, first_left - 1)
+            if steady.seconds >= limits.seconds or self._is_only_beginning(steady, epochs, done - began, limits.seconds):
                 break
             if done - told >= TELL_SECONDS:
                 told = done
-                tell(sums.seconds)
+                tell(steady.seconds)
             asked = done
         after = batches.counts
-        sums.add(after.rows - before.rows, after.nbytes - before.nbytes)
+        rows, nbytes = after.rows - before.rows, after.nbytes - before.nbytes
+        counted, left_out = steady.batches - counted, epochs.batches - left_out
+        share = counted / max(1, counted + left_out)
+        steady.add(round(share * rows), round(share * nbytes))
+        epochs.add(round((1 - share) * rows), round((1 - share) * nbytes))
+
+    @staticmethod
+    def _is_only_beginning(steady: _Sums, epochs: _Sums, passed: float, seconds: float) -> bool:
+        """Whether to leave off as epochs that begin take the time."""
+        return epochs.begun > 0 and (passed >= MOST_TIMES * seconds or (not steady.batches and epochs.seconds >= seconds))
 
     def stats(self) -> Stats | None:
         return self._pass.stats()

@@ -12,7 +12,7 @@ from prefetchshard.queues.bounded_queue import BoundedQueue
 from prefetchshard.reading.controller import Load
 
 SMOOTHING = 0.2
-"""The weight of the last look at the interpreter's lock."""
+"""The weight of the last look at the interpreter's lock; all of the first ones weigh the same."""
 
 
 def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[Any]) -> Callable[[], Load]:
@@ -26,14 +26,16 @@ def measure_of(recorder: Recorder, host: BoundedQueue[Any], ready: BoundedQueue[
     clock = recorder.clock
     began_at = clock()
     contended = 0.0
+    looks = 0
 
     def measure() -> Load:
-        nonlocal contended
+        nonlocal contended, looks
         before, queued = clock(), queued_seconds()
         time.sleep(0)  # lets go of the interpreter's lock, and comes back when it is free
         now = clock()
         waited = max(0.0, now - before - (queued_seconds() - queued))
-        contended += SMOOTHING * (min(1.0, waited / sys.getswitchinterval()) - contended)
+        looks += 1
+        contended += max(SMOOTHING, 1 / looks) * (min(1.0, waited / sys.getswitchinterval()) - contended)
         busy, cpu, queued_by_all, parts = recorder.readers_now()
         stall = recorder.stall_seconds
         if not recorder.batches:

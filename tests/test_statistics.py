@@ -412,3 +412,14 @@ def test_who_takes_the_batches_may_have_other_jax_settings() -> None:
         iterator = iter(ps.Loader(np.arange(16) + 2**40, batch_size=8, narrow="error"))
     assert [int(batch[0]) - 2**40 for batch in iterator] == [0, 8]
     assert iterator.stats().setup.wide_share == 1.0
+
+
+def test_what_advice_knows_of_a_batch() -> None:
+    """Leaves that stay on the host take no call."""
+    loader = ps.Loader(
+        {"x": np.zeros((16, 2), np.uint8), "y": np.zeros(16, np.float32), "name": np.arange(16)}, batch_size=8, host=("name",)
+    )
+    iterator = iter(loader)
+    assert len(list(iterator)) == 2
+    setup = iterator.stats().setup
+    assert (setup.leaves, setup.wide_share, setup.is_numbered, setup.is_memory) == (2, 2 / 3, True, True)

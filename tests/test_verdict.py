@@ -19,6 +19,7 @@ from support import REPOSITORY, run_command
 COUNT = 100
 NONE = (0, 0.0, 0.0)
 DATASET = Setup(source="dataset", is_numbered=True, workers=4, cpus=8, platform="gpu")
+MANY_LEAVES = Setup(source="dataset", is_numbered=True, workers=4, cpus=8, platform="gpu", leaves=60)
 ITERABLE = Setup(source="iterator", workers=4, cpus=8, platform="gpu")
 WITH_TRANSFORM = Setup(source="iterator", workers=4, cpus=8, has_functions=True)
 
@@ -102,8 +103,19 @@ def test_bound_by_the_transfer() -> None:
     assert (verdict.bound, verdict.possible_gain) == ("transferring", gain(0.020, 0.015))
     assert "fewer bytes" in verdict.advice
     assert "smaller dtype" in judge(found, Setup(is_numbered=True, wide_share=0.9)).advice
-    verdict = judge(found._replace(dispatching=1.9, step=Distribution(COUNT, 1.0, 0.02, 0, {COUNT: 6, 10 * COUNT: 94})), DATASET)
+
+
+def test_bound_by_the_calls_that_begin_transfers() -> None:
+    """They hold the lock from the step too: what is lost is more than waits for batches."""
+    steps = Distribution(COUNT, 1.0, 0.015, 0, {bucket(0.003): 10, bucket(0.010): 90})
+    found = measured(stalled={"handing_over": 0.001}, transferring=spread(0.002), dispatching=0.0019 * 101)._replace(step=steps)
+    verdict = judge(found, MANY_LEAVES)
+    assert (verdict.bound, verdict.possible_gain) == ("transferring", gain(0.010, 0.0027))
+    assert verdict.lost_share == pytest.approx(0.73, rel=1e-3), "it fits to the gain"
     assert "fewer leaves" in verdict.advice
+    assert "larger batches" in judge(found, msgspec.structs.replace(MANY_LEAVES, leaves=3)).advice, "there is nothing to put together"
+    early = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.009))
+    assert "fewer leaves" in judge(early, MANY_LEAVES).advice, "the step is slow by the calls, whatever is ready"
 
 
 @pytest.mark.parametrize("stage", ["reading", "transform", "copying", "transferring"])
@@ -125,7 +137,7 @@ def test_many_leaves_hold_the_lock_from_the_step() -> None:
     """It waits for no batch: each time that it wakes the transfer thread is in the calls for the next one."""
     steps = Distribution(COUNT, 1.8, 0.03, 0, {bucket(0.006): 10, bucket(0.018): 90})
     found = measured(step=0.018, transferring=spread(0.013), dispatching=0.0125 * 101)._replace(step=steps)
-    verdict = judge(found, DATASET)
+    verdict = judge(found, MANY_LEAVES)
     assert (verdict.bound, verdict.possible_gain) == ("transferring", gain(0.018, 0.0055))
     assert verdict.lost_share == pytest.approx(1 - 5.5 / 18)
     assert "fewer leaves" in verdict.advice

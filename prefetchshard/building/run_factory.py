@@ -319,6 +319,7 @@ class RunFactory:
             depth_grows=self._limits.depth_grows,
             cpus=self._cpus,
             platform=self._device.platform,
+            leaves=sum(leaf.bytes_per_device > 0 for leaf in leaves),
             wide_share=wide / total if total else 0.0,
         )
 

@@ -19,6 +19,7 @@ class Setup(msgspec.Struct, frozen=True):
         depth_grows: the depth follows the run.
         cpus: that this process may use.
         platform: of the devices.
+        leaves: of a batch, on the devices; 0 where not known yet.
         wide_share: of a batch's bytes those in float32 and wider, 0.0 to 1.0.
     """
 
@@ -32,4 +33,5 @@ class Setup(msgspec.Struct, frozen=True):
     depth_grows: bool = False
     cpus: int = 1
     platform: str = "cpu"
+    leaves: int = 0
     wide_share: float = 0.0

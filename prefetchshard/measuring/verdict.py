@@ -54,7 +54,12 @@ and the fastest steps 16 ms; 60 to 400 leaves and a step of half the time and mo
 UNEVEN = 0.75
 """Steps that wait for the lock take unlike times: the fastest fiftieth is below this part of the mean."""
 
+FEW_LEAVES = 3
+"""Of so few none is to be put together with others: an image, a label, a mask."""
+
 FEWER_LEAVES = "fewer leaves: each costs a call, so put small ones together into one array"
+
+LARGER_BATCHES = "larger batches: each costs its calls, whatever it holds (microbatches= divides one for several steps)"
 
 EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for, so that more of them ready even out those that are late'
 
@@ -157,10 +162,12 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
         return Verdict("consumer", lost, lost / (1 - lost), "")
     bound = _slowest(measured, steps, setup)
     step = steps.busy / steps.count
-    if bound == "transferring" and measured.is_dispatch:  # which computes in Python
+    is_in_calls = bound == "transferring" and measured.is_dispatch  # which compute in Python, and hold the lock from the step
+    if is_in_calls:
         step = min(step, _undisturbed_step(measured))
+        lost = 1 - step * steps.count / wall
     gain = _gain(wall / steps.count, max(step, _rest(measured, steps, setup, bound)))
-    is_uneven = measured.steady.ahead > steps.stalled and not setup.depth_grows
+    is_uneven = measured.steady.ahead > steps.stalled and not is_in_calls and not setup.depth_grows
     return Verdict(bound, lost, gain, EVEN_OUT if is_uneven else _ADVICE[bound](measured, steps, setup))
 
 
@@ -175,7 +182,7 @@ def _held_by_dispatch(measured: Measured, steps: Steps, setup: Setup) -> Verdict
     finds_it_free = free < UNEVEN * step and measured.dispatching < NEVER_FREE * measured.wall
     undisturbed = free if finds_it_free else max(step - measured.dispatching / measured.batches, LITTLE * step)
     lost = 1 - undisturbed * steps.count / steps.wall
-    return Verdict("transferring", lost, _gain(steps.wall / steps.count, undisturbed), FEWER_LEAVES)
+    return Verdict("transferring", lost, _gain(steps.wall / steps.count, undisturbed), _fewer_calls(setup))
 
 
 def _undisturbed_step(measured: Measured) -> float:
@@ -296,10 +303,14 @@ def _copying_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
 def _transferring_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
     del steps
     if measured.is_dispatch:
-        return FEWER_LEAVES
+        return _fewer_calls(setup)
     if setup.wide_share > 0.5:
         return "send a smaller dtype (uint8) over the bus, and convert it in device_transform="
     return "send fewer bytes a step"
+
+
+def _fewer_calls(setup: Setup) -> str:
+    return LARGER_BATCHES if setup.leaves <= FEW_LEAVES else FEWER_LEAVES
 
 
 _ADVICE = {"reading": _reading_advice, "transform": _transform_advice, "copying": _copying_advice, "transferring": _transferring_advice}

@@ -217,6 +217,8 @@ def test_a_wait_while_warming_up_counts_where_no_other_came() -> None:
         (DATASET, "reading", (4, 8.0, 0.4), "workers=10"),  # they wait: 0.08 s a batch, 0.01 a step, and some more
         (DATASET, "reading", (4, 8.0, 7.8), "workers=8"),  # they compute
         (Setup(is_numbered=True, workers=8, cpus=8), "reading", (8, 8.0, 7.8), "all 8 CPUs read already"),
+        (Setup(is_numbered=True, workers=48, cpus=8), "reading", (48, 40.0, 0.8), "48 workers wait already"),  # no CPU is busy
+        (Setup(is_numbered=True, workers=8, processes=8, cpus=8), "reading", (8, 8.0, 0.1), "all 8 CPUs read already"),
         (Setup(is_numbered=True, workers=8, cpus=8), "transform", (8, 8.0, 7.8), "device_transform="),
         (Setup(is_numbered=True, workers=2, processes=2, cpus=8), "transform", (2, 8.0, 0.1), "workers=ps.Processes(8)"),
         (Setup(is_numbered=True, is_memory=True, workers=8, cpus=8), "copying", (8, 8.0, 7.8), "smaller dtype"),

@@ -268,10 +268,9 @@ def _lock_advice(setup: Setup) -> str:
 
 def _more_workers(measured: Measured, steps: Steps, setup: Setup) -> str:
     """More workers, where there is something for them to do; else an empty text."""
-    threads, busy, cpu = measured.readers
+    threads, busy, _ = measured.readers
     needed = math.ceil(1.2 * busy / max(steps.busy / steps.count * measured.batches, 1e-9)) if measured.batches else threads
-    waits = cpu < 0.5 * busy and not setup.processes
-    most = MOST_WAITING if waits else setup.cpus
+    most = MOST_WAITING if _wait_themselves(measured, setup) else setup.cpus
     wanted = min(most, max(needed, threads + 1))
     if wanted <= max(threads, setup.workers):
         return ""
@@ -285,7 +284,17 @@ def _reading_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
             "and do the rest in transform="
         )
     more = _more_workers(measured, steps, setup)
-    return more or f"all {setup.cpus} CPUs read already: make an example cheaper to read, or store it as it is used"
+    if more:
+        return more
+    if _wait_themselves(measured, setup):
+        return f"{setup.workers} workers wait already, maybe for each other: see what lets few of them read at once, such as a lock"
+    return f"all {setup.cpus} CPUs read already: make an example cheaper to read, or store it as it is used"
+
+
+def _wait_themselves(measured: Measured, setup: Setup) -> bool:
+    """Whether threads that read or transform use their CPUs for less than half of the time that this takes. Of processes nobody knows."""
+    _, busy, cpu = measured.readers
+    return cpu < 0.5 * busy and not setup.processes
 
 
 def _transform_advice(measured: Measured, steps: Steps, setup: Setup) -> str:

@@ -102,8 +102,8 @@ class RunFactory:
         rules: ShardingRules = resolve(sharding, host)
         self.batch_size = global_rows(settings, rules)
         self._workers: Workers = choose_workers(self._source, settings, self.batch_size)
-        self._last_room: Room | None = None  # likewise
         self._last_crew: tuple[Crew, Controller] | None = None  # of the run that was made last
+        self._last_room: Room | None = None  # likewise
         self.stall_warning_seconds = settings.stall_warning_seconds
         check_source(self._source, settings)
         check_rows(rules, settings, self.batch_size)

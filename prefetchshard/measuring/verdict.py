@@ -52,7 +52,7 @@ NEVER_FREE = 0.65
 and the fastest steps 16 ms; 60 to 400 leaves and a step of half the time and more: 0.52 to 0.59, and 4.3 and 13.0 ms of 4.2 and 12.2)."""
 
 UNEVEN = 0.75
-"""Steps that wait for the lock take unlike times: the fastest twentieth is below this part of the mean."""
+"""Steps that wait for the lock take unlike times: the fastest fiftieth (`FREE_STEPS`) is below this part of the mean."""
 
 FEWER_LEAVES = "fewer leaves: each costs a call, so put small ones together into one array"
 

@@ -56,7 +56,7 @@ UNEVEN = 0.75
 
 FEWER_LEAVES = "fewer leaves: each costs a call, so put small ones together into one array"
 
-EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for, so that more of them ready even out those that are late'
+EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for, and a greater depth evens out those that are late'
 
 NEXT_SECONDS = 2e-5
 """What a `next()` takes that need not wait."""

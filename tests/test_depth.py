@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import threading
@@ -265,6 +266,10 @@ def test_a_sixteenth_of_the_memory_is_the_most(S: NamedSharding, monkeypatch: An
     monkeypatch.setattr(choices, "memory_bytes", lambda device: 1)
     source = Pausing()
     assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 300) == FIRST_DEPTH  # never less
+    monkeypatch.setattr(choices, "memory_bytes", lambda device: math.inf)  # where nobody tells
+    loader = ps.prefetch(Pausing(), S, depth="auto")
+    assert loader.spec().ahead >= MOST_DEPTH
+    loader.close()
 
 
 def test_what_a_device_has(S: NamedSharding) -> None:

@@ -114,7 +114,7 @@ class BatchLimits:
         settings = self._settings
         depth = self._most_depth if depth is None else min(depth, self._most_depth)
         if self._depth_bytes is not None and self._device_bytes:
-            depth = min(depth, max(FIRST_DEPTH, int(self._depth_bytes // self._device_bytes)))
+            depth = int(min(depth, max(FIRST_DEPTH, self._depth_bytes / self._device_bytes)))  # bytes may be infinite
         return within_bytes(
             Limits(depth, self._in_flight, slots).kept_to(settings.read_ahead),
             batch_bytes=self._host_bytes,

@@ -296,6 +296,32 @@ def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:
     assert np.array_equal(np.stack([*got, *rest]), np.stack([np.asarray(batch["x"]) for batch in other]))
 
 
+@pytest.mark.parametrize(
+    ("settings", "could"),
+    [
+        ({}, True),
+        ({"depth": 31}, True),
+        ({"depth": 32}, False),
+        ({"depth": 64}, False),
+        ({"depth": "auto"}, False),
+        ({"read_ahead": 2}, False),
+        ({"read_ahead": 3}, True),
+        ({"device_memory": 4 * 4}, False),  # two ready, two on their way
+        ({"device_memory": 5 * 4}, True),
+    ],
+)
+def test_advice_knows_whether_the_depth_could_grow(settings: dict[str, Any], could: bool, S: NamedSharding) -> None:
+    loader = ps.Loader(np.arange(64, dtype=np.int32), S, batch_size=8, **settings)
+    list(loader)
+    assert loader.stats().setup.depth_could_grow == could
+
+
+def test_advice_knows_that_it_stays_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
+    loader = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8)
+    list(loader)
+    assert not loader.stats().setup.depth_could_grow
+
+
 def test_it_is_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
     loader = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8, depth="auto")
     iterator = iter(loader)

@@ -97,11 +97,17 @@ def test_what_was_added_since() -> None:
 @pytest.mark.parametrize(
     ("taken", "read", "dispatch", "ready", "expected"),
     [
-        (10.0, 9.0, 9.5, 10.0, {"reading": 2.25, "transform": 4.5, "copying": 2.25, "transferring": 0.5, "handing_over": 0.5}),
-        (10.0, -1.0, 4.0, 7.0, {"transferring": 3.0, "handing_over": 7.0}),  # read before
-        (10.0, 1.0, 4.0, 7.0, {"reading": 0.25, "transform": 0.5, "copying": 0.25, "transferring": 3.0, "handing_over": 6.0}),
+        (
+            10.0,
+            9.0,
+            9.5,
+            10.0,
+            {"reading": 2.25, "transform": 4.5, "copying": 2.25, "transferring": 0.5, "handing_over": 0.5, "late": 10.0},
+        ),
+        (10.0, -1.0, 4.0, 7.0, {"transferring": 3.0, "handing_over": 7.0, "late": 10.0}),  # read before
+        (10.0, 1.0, 4.0, 7.0, {"reading": 0.25, "transform": 0.5, "copying": 0.25, "transferring": 3.0, "handing_over": 6.0, "late": 10.0}),
         (10.0, -3.0, -2.0, -1.0, {"handing_over": 10.0, "ahead": 1.0}),
-        (10.0, 10.0, 10.0, 10.0, {"reading": 2.5, "transform": 5.0, "copying": 2.5}),
+        (10.0, 10.0, 10.0, 10.0, {"reading": 2.5, "transform": 5.0, "copying": 2.5, "late": 10.0}),
         (0.0, -3.0, -2.0, -1.0, {"ahead": 1.0}),
     ],
 )
@@ -131,7 +137,7 @@ def test_start_up_and_the_first_step_are_apart() -> None:
     for i, (began, got) in enumerate(zip(asked, taken, strict=True)):
         delivered.add([batch(i, began, got, read=got, ready=got if got > began else began - 0.5)], warm_up=9)
     assert delivered.start_up_seconds == 4.0
-    assert seconds_of(delivered.warm_up) == {"count": 4, "busy": 3.0, "stalled": 2.0, "reading": 2.0, "ahead": 1.5}, (
+    assert seconds_of(delivered.warm_up) == {"count": 4, "busy": 3.0, "stalled": 2.0, "reading": 2.0, "ahead": 1.5, "late": 2.0}, (
         "not the 6 s of the first step"
     )
     assert seconds_of(delivered.steady) == {"count": 2, "busy": 2.0, "stalled": 4.0, "reading": 4.0}

@@ -316,7 +316,7 @@ class RunFactory:
             processes=workers if takes_processes(source, settings) else 0,
             has_functions=settings.transform is not None or settings.collate is not None,
             reuses_buffers=settings.reuses_buffers,
-            depth_grows=self._limits.depth_grows,
+            depth_could_grow=not source.stays_on_devices and self._limits.could_grow,
             cpus=self._cpus,
             platform=self._device.platform,
             wide_share=wide / total if total else 0.0,

@@ -168,6 +168,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
                 source=(self.source_thread.threads, self.source_thread.busy_seconds, self.source_thread.cpu_seconds),
                 readers=(self.readers.threads, self.readers.busy_seconds, self.readers.cpu_seconds),
                 locking=self.locking,
+                longest=self.next.largest,
             ),
             self.setup,
         )

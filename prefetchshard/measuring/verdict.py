@@ -54,9 +54,13 @@ and the fastest steps 16 ms; 60 to 400 leaves and a step of half the time and mo
 UNEVEN = 0.75
 """Steps that wait for the lock take unlike times: the fastest fiftieth (`FREE_STEPS`) is below this part of the mean."""
 
-FEWER_LEAVES = "fewer leaves: each costs a call, so put small ones together into one array"
+FEWER_LEAVES = "fewer leaves, or larger batches: each leaf costs a call, so put small ones together into one array"
+
+SMALL_BATCHES = "larger batches: to hand one over to the loop takes longer than all else about it"
 
 EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for, and a greater depth evens out those that are late'
+
+ONE_WAIT = 'most of that was one wait: where such waits come again, depth="auto" evens them out'
 
 NEXT_SECONDS = 2e-5
 """What a `next()` takes that need not wait."""
@@ -99,7 +103,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Measured(NamedTuple):
-    """What a verdict is worked out from; see `Stats`. Of threads: how many, their busy seconds, and their CPU seconds."""
+    """What a verdict is worked out from; see `Stats`. Of threads: how many, their busy seconds, and their CPU seconds. `longest`: of the waits."""
 
     batches: int
     wall: float
@@ -115,6 +119,7 @@ class Measured(NamedTuple):
     source: tuple[int, float, float]
     readers: tuple[int, float, float]
     locking: Locking
+    longest: float = 0.0
 
     @property
     def steps(self) -> Steps:
@@ -160,8 +165,7 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
     if bound == "transferring" and measured.is_dispatch:  # which computes in Python
         step = min(step, _undisturbed_step(measured))
     gain = _gain(wall / steps.count, max(step, _rest(measured, steps, setup, bound)))
-    is_uneven = measured.steady.ahead > steps.stalled and not setup.depth_grows
-    return Verdict(bound, lost, gain, EVEN_OUT if is_uneven else _ADVICE[bound](measured, steps, setup))
+    return Verdict(bound, lost, gain, _even_out(measured, steps, setup) or _ADVICE[bound](measured, steps, setup))
 
 
 def _held_by_dispatch(measured: Measured, steps: Steps, setup: Setup) -> Verdict | None:
@@ -253,6 +257,15 @@ def _rest(measured: Measured, steps: Steps, setup: Setup, bound: Bound) -> float
 # -- advice
 
 
+def _even_out(measured: Measured, steps: Steps, setup: Setup) -> str:
+    """What a greater depth brings, where batches are late now and then; else an empty text."""
+    if not setup.depth_could_grow or measured.steady.ahead <= steps.stalled or steps.handing_over > 0.5 * steps.stalled:
+        return ""
+    if measured.longest > 0.5 * steps.stalled:
+        return ONE_WAIT
+    return EVEN_OUT if measured.steady.late > 0.5 * steps.stalled else ""  # else they were late at first, and later no more
+
+
 def _lock_advice(setup: Setup) -> str:
     if setup.is_numbered or setup.has_functions:
         return f"workers=ps.Processes({setup.cpus}) computes in processes, beside each other"
@@ -278,7 +291,9 @@ def _reading_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
             "and do the rest in transform="
         )
     more = _more_workers(measured, steps, setup)
-    return more or f"all {setup.cpus} CPUs read already: make an example cheaper to read, or store it as it is used"
+    threads, busy, cpu = measured.readers
+    who = f"{threads} threads" if cpu < 0.5 * busy and threads > setup.cpus else f"all {setup.cpus} CPUs"
+    return more or f"{who} read already: make an example cheaper to read, or store it as it is used"
 
 
 def _transform_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
@@ -294,9 +309,10 @@ def _copying_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
 
 
 def _transferring_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
-    del steps
     if measured.is_dispatch:
         return FEWER_LEAVES
+    if steps.handing_over > 0.5 * steps.stalled:
+        return SMALL_BATCHES
     if setup.wide_share > 0.5:
         return "send a smaller dtype (uint8) over the bus, and convert it in device_transform="
     return "send fewer bytes a step"

@@ -19,6 +19,7 @@ from prefetchshard.measuring.delivered import CAUSES, Delivered, Steps
 from prefetchshard.measuring.distribution import LEAST_SECONDS, Distribution, Durations
 from prefetchshard.measuring.locking import LATE_SHARE, MOST_PROBE_SECONDS, PROBE_SECONDS, Locking, LockProbes
 from prefetchshard.measuring.recorder import RECENT, Recorder, Span
+from prefetchshard.measuring.setup import Setup
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.measuring.timeline import BatchTimes, PartTimes
 from prefetchshard.placing.placer import LOOK_EVERY, DeviceLooks, PendingTransfer
@@ -300,6 +301,22 @@ def test_threads_by_what_they_are_for() -> None:
     waiting.waited_seconds = 4.0
     readers = stats_of(other).readers
     assert (readers.input_seconds, readers.room_seconds) == (4.0, 0.0), "they wait for the thread that pulls"
+
+
+def test_threads_that_came_and_went_are_not_taken_for_threads_beside_each_other() -> None:
+    """Three at once were at work all the time, and the thread that pulls was not."""
+    recorder = Recorder(ManualClock())
+    recorder.setup = Setup(has_functions=True)
+    recorder.meter("source").busy["reading"] = 20.0
+    for _ in range(5):
+        _meter_of_another_thread(recorder).busy["transforming"] = 16.0
+    run(recorder, [batch(i, 2.0 * i, 2.0 * i + 1.0, read=2.0 * i + 0.9, ready=2.0 * i + 1.0, transforming=6.0) for i in range(12)])
+    stats = stats_of(recorder)
+    assert (stats.readers.threads, stats.workers) == (5, 3)
+    assert stats.verdict.bound == "transform"
+    assert stats_of(recorder, workers=5).verdict.bound == "reading"
+    assert "\n3 reader threads (5 in all, as they come and go): 80.00 s at work" in str(stats)
+    assert "\n5 reader threads: 80.00 s at work" in str(stats_of(recorder, workers=5))
 
 
 def _meter_of_another_thread(recorder: Recorder) -> Any:

@@ -1,6 +1,6 @@
 """What `depth="auto"` brings: loops over sources that are fast enough on average, and pause now and then.
 
-    python -m bench.auto_depth [--cases pauses,jitter] [--rounds 3] [--seconds 4]
+    python -m bench.auto_depth [--cases pauses,jitter] [--fixed 2,8] [--rounds 3] [--seconds 4]
 
 Each figure is milliseconds of a step, the wait for its batch included, from the moment on when "auto" has had half of the seconds to find
 its depth; the median of the rounds, in which fixed depths and "auto" take turns.
@@ -41,7 +41,7 @@ def pausing(pause: float, every: int, usual: float = 0.001) -> Callable[[], Iter
 
 
 def jitter() -> Iterator[Any]:
-    """Batches whose times are spread out as those of a network are: half of a step at the median, and 25 steps now and then."""
+    """Batches whose times are spread out as those of a network are: a third of a step at the median, and 25 steps now and then."""
     chance = random.Random(0)
     while True:
         time.sleep(min(0.1, chance.lognormvariate(-6.6, 1.2)))

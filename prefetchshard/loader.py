@@ -93,10 +93,11 @@ class Loader(Generic[Batch_co]):
             it: that is copied while the source goes on. jax.Arrays are copied where they lie in host memory, as on the CPU backend,
             which JAX may share with NumPy arrays. False: the source never does, so that pulling and copying may always overlap,
             and what stays on the host is the source's own.
-        depth: batches ready on the devices ahead of the one in use, at least 1. "auto": 2 at first, and four times as many where the loop waits
-            now and then although all places had been filled before: then batches that take longer than others are evened out. Up to 32,
-            and to a sixteenth of a device's memory. What brought nothing is undone, and what was not used for a minute is given up;
-            each change is logged with its reason, at the level INFO, and `stats().ready.capacity` is the present number.
+        depth: batches ready on the devices ahead of the one in use, at least 1. "auto": the first run begins with 2, the next one with what the
+            one before ended with. It becomes four times as many where the loop waits now and then although all places had been filled
+            before, so that batches that take longer than others are evened out. At most 32, and more than 2 only in a sixteenth of a
+            device's memory. What brought nothing is undone, and what was not used for a minute is given up; each change is logged with
+            its reason, at the level INFO, and `stats().ready.capacity` is the present number.
         read_ahead: the most batches that are ever read from the source and not yet delivered, at least 1 (2 where a short batch has to
             wait for the next one: an iterator of whole batches under another remainder than "keep"). It is exact: when `next` has returned
             k batches, the source was asked for items of the batches up to k + read_ahead, and for no item after them. None: as far as

@@ -235,7 +235,7 @@ def test_what_beginning_an_epoch_costs_is_said() -> None:
         assert runs["source"].to_dict()["next_epoch_seconds"] is None
         return str(Benchmark(source="a test", runs=runs))
 
-    said = "nor the wait for a later epoch to begin, which the verdict has in it (the loader 1500.0 ms, thread and queue by hand 1500.0 ms)"
+    said = "not in these figures, but in the verdict: the wait for a later epoch to begin (the loader 1500.0 ms, thread and queue by hand 1500.0 ms)"
     assert said in a_text(2.0, 4.0)
     assert "later epoch" not in a_text(0.01, 0.01)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import threading
@@ -265,6 +266,10 @@ def test_a_sixteenth_of_the_memory_is_the_most(S: NamedSharding, monkeypatch: An
     monkeypatch.setattr(choices, "memory_bytes", lambda device: 1)
     source = Pausing()
     assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 300) == FIRST_DEPTH  # never less
+    monkeypatch.setattr(choices, "memory_bytes", lambda device: math.inf)  # where nobody tells
+    loader = ps.prefetch(Pausing(), S, depth="auto")
+    assert loader.spec().ahead >= MOST_DEPTH
+    loader.close()
 
 
 def test_what_a_device_has(S: NamedSharding) -> None:
@@ -289,6 +294,32 @@ def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:
     iterator.close()
     rest = [np.asarray(batch["x"]) for batch in ps.Loader(data, S, batch_size=8, depth="auto", shuffle=True, seed=3, state=state)]
     assert np.array_equal(np.stack([*got, *rest]), np.stack([np.asarray(batch["x"]) for batch in other]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "could"),
+    [
+        ({}, True),
+        ({"depth": 31}, True),
+        ({"depth": 32}, False),
+        ({"depth": 64}, False),
+        ({"depth": "auto"}, False),
+        ({"read_ahead": 2}, False),
+        ({"read_ahead": 3}, True),
+        ({"device_memory": 4 * 4}, False),  # two ready, two on their way
+        ({"device_memory": 5 * 4}, True),
+    ],
+)
+def test_advice_knows_whether_the_depth_could_grow(settings: dict[str, Any], could: bool, S: NamedSharding) -> None:
+    loader = ps.Loader(np.arange(64, dtype=np.int32), S, batch_size=8, **settings)
+    list(loader)
+    assert loader.stats().setup.depth_could_grow == could
+
+
+def test_advice_knows_that_it_stays_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
+    loader = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8)
+    list(loader)
+    assert not loader.stats().setup.depth_could_grow
 
 
 def test_it_is_two_for_arrays_on_the_devices(S: NamedSharding) -> None:

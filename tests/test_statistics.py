@@ -19,6 +19,7 @@ from prefetchshard.measuring.delivered import CAUSES, Delivered, Steps
 from prefetchshard.measuring.distribution import LEAST_SECONDS, Distribution, Durations
 from prefetchshard.measuring.locking import LATE_SHARE, MOST_PROBE_SECONDS, PROBE_SECONDS, Locking, LockProbes
 from prefetchshard.measuring.recorder import RECENT, Recorder, Span
+from prefetchshard.measuring.setup import Setup
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.measuring.timeline import BatchTimes, PartTimes
 from prefetchshard.placing.placer import LOOK_EVERY, DeviceLooks, PendingTransfer
@@ -97,11 +98,17 @@ def test_what_was_added_since() -> None:
 @pytest.mark.parametrize(
     ("taken", "read", "dispatch", "ready", "expected"),
     [
-        (10.0, 9.0, 9.5, 10.0, {"reading": 2.25, "transform": 4.5, "copying": 2.25, "transferring": 0.5, "handing_over": 0.5}),
-        (10.0, -1.0, 4.0, 7.0, {"transferring": 3.0, "handing_over": 7.0}),  # read before
-        (10.0, 1.0, 4.0, 7.0, {"reading": 0.25, "transform": 0.5, "copying": 0.25, "transferring": 3.0, "handing_over": 6.0}),
+        (
+            10.0,
+            9.0,
+            9.5,
+            10.0,
+            {"reading": 2.25, "transform": 4.5, "copying": 2.25, "transferring": 0.5, "handing_over": 0.5, "late": 10.0},
+        ),
+        (10.0, -1.0, 4.0, 7.0, {"transferring": 3.0, "handing_over": 7.0, "late": 10.0}),  # read before
+        (10.0, 1.0, 4.0, 7.0, {"reading": 0.25, "transform": 0.5, "copying": 0.25, "transferring": 3.0, "handing_over": 6.0, "late": 10.0}),
         (10.0, -3.0, -2.0, -1.0, {"handing_over": 10.0, "ahead": 1.0}),
-        (10.0, 10.0, 10.0, 10.0, {"reading": 2.5, "transform": 5.0, "copying": 2.5}),
+        (10.0, 10.0, 10.0, 10.0, {"reading": 2.5, "transform": 5.0, "copying": 2.5, "late": 10.0}),
         (0.0, -3.0, -2.0, -1.0, {"ahead": 1.0}),
     ],
 )
@@ -131,7 +138,7 @@ def test_start_up_and_the_first_step_are_apart() -> None:
     for i, (began, got) in enumerate(zip(asked, taken, strict=True)):
         delivered.add([batch(i, began, got, read=got, ready=got if got > began else began - 0.5)], warm_up=9)
     assert delivered.start_up_seconds == 4.0
-    assert seconds_of(delivered.warm_up) == {"count": 4, "busy": 3.0, "stalled": 2.0, "reading": 2.0, "ahead": 1.5}, (
+    assert seconds_of(delivered.warm_up) == {"count": 4, "busy": 3.0, "stalled": 2.0, "reading": 2.0, "ahead": 1.5, "late": 2.0}, (
         "not the 6 s of the first step"
     )
     assert seconds_of(delivered.steady) == {"count": 2, "busy": 2.0, "stalled": 4.0, "reading": 4.0}
@@ -294,6 +301,22 @@ def test_threads_by_what_they_are_for() -> None:
     waiting.waited_seconds = 4.0
     readers = stats_of(other).readers
     assert (readers.input_seconds, readers.room_seconds) == (4.0, 0.0), "they wait for the thread that pulls"
+
+
+def test_threads_that_came_and_went_are_not_taken_for_threads_beside_each_other() -> None:
+    """Three at once were at work all the time, and the thread that pulls was not."""
+    recorder = Recorder(ManualClock())
+    recorder.setup = Setup(has_functions=True)
+    recorder.meter("source").busy["reading"] = 20.0
+    for _ in range(5):
+        _meter_of_another_thread(recorder).busy["transforming"] = 16.0
+    run(recorder, [batch(i, 2.0 * i, 2.0 * i + 1.0, read=2.0 * i + 0.9, ready=2.0 * i + 1.0, transforming=6.0) for i in range(12)])
+    stats = stats_of(recorder)
+    assert (stats.readers.threads, stats.workers) == (5, 3)
+    assert stats.verdict.bound == "transform"
+    assert stats_of(recorder, workers=5).verdict.bound == "reading"
+    assert "\n3 reader threads (5 in all, as they come and go): 80.00 s at work" in str(stats)
+    assert "\n5 reader threads: 80.00 s at work" in str(stats_of(recorder, workers=5))
 
 
 def _meter_of_another_thread(recorder: Recorder) -> Any:

@@ -118,16 +118,29 @@ def test_bound_by_the_calls_that_begin_transfers() -> None:
     assert "fewer leaves" in judge(early, MANY_LEAVES).advice, "the step is slow by the calls, whatever is ready"
 
 
+def test_small_batches_cost_what_handing_over_costs() -> None:
+    """Also where several come at once, and then none: more of them ready bring nothing."""
+    found = measured(step=0.0001, stalled={"transferring": 0.0001, "handing_over": 0.0003}, readers=(4, 0.01, 0.01))
+    found = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.001, late=COUNT * 0.0004))
+    verdict = judge(found, DATASET)
+    assert (verdict.bound, verdict.advice.split(":")[0]) == ("transferring", "larger batches")
+    assert "larger batches" in judge(found._replace(transferring=spread(0.0001), dispatching=0.9 * COUNT * 0.0001), DATASET).advice
+
+
 @pytest.mark.parametrize("stage", ["reading", "transform", "copying", "transferring"])
 def test_batches_that_are_late_now_and_then(stage: str) -> None:
     """Most were ready long before: more of them ready even out the late ones."""
     found = measured(stalled={stage: 0.002}, readers=(4, 0.6, 0.3), **{stage: spread(0.006)})
-    even = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.001))
-    uneven = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.009))
+    even = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.001, late=COUNT * 0.002))
+    uneven = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.009, late=COUNT * 0.002))
     assert judge(uneven, DATASET).bound == judge(even, DATASET).bound == stage
     assert judge(uneven, DATASET).advice.startswith('depth="auto": ')
     assert "depth" not in judge(even, DATASET).advice
-    assert "depth" not in judge(uneven, msgspec.structs.replace(DATASET, depth_grows=True)).advice, "it is evened out already"
+    assert "depth" not in judge(uneven, msgspec.structs.replace(DATASET, depth_could_grow=False)).advice, "it is as great as it can be"
+    one_wait = uneven._replace(longest=0.6 * COUNT * 0.002)
+    assert judge(one_wait, DATASET).advice.startswith("most of that was one wait"), "it may never come again"
+    early = uneven._replace(steady=msgspec.structs.replace(uneven.steady, late=0.4 * COUNT * 0.002))
+    assert "depth" not in judge(early, DATASET).advice, "one after the other was late, and then none"
     waits = msgspec.structs.replace(found.steady, ahead=COUNT * 9.0)
     compiled = found._replace(warm_up=waits, steady=found.steady)
     assert "depth" not in judge(compiled, DATASET).advice, "while the first step was compiled, all were ready"

@@ -238,7 +238,7 @@ def _report(text: str) -> Path:
     """Looked at before anything is measured."""
     path = Path(text)
     if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: the name of a file")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file, such as report.html")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     return path

@@ -41,8 +41,8 @@ def benchmark(
 
     It measures one after the other: the source alone, read in one thread; the loader, with nothing done with a batch but waiting for it,
     in turns with a thread that reads, calls `jax.device_put` and fills a `queue.Queue(2)`; with `step_ms` the loader beside a step. The
-    first batch of each, the first one of each later epoch, and what is compiled are not in the figures. An endless source is fine. One that
-    ends is begun anew.
+    first batch of each, the first one of each later epoch (of a torch DataLoader as many as it has processes), and what is compiled are not
+    in the figures. An endless source is fine. One that ends is begun anew.
 
     Args:
         make: returns a source, an iterator, or a `Loader`, which is measured with its own settings. It is called without arguments, once

@@ -155,7 +155,7 @@ class LoaderPass:
         return Counts(found.rows, found.bytes)
 
     def stats(self) -> Stats:
-        """Of the run so far: without its start, of which a short measurement would mostly be; of all of it where there is nothing else."""
+        """Of the run so far, but for its first batch, whose wait would be most of a short measurement. Of all of it where no other came."""
         stats, first = self._batches.stats(), self._after_first
         return stats if first is None or stats.batches == first.batches else stats - first
 

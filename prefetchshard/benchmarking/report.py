@@ -150,7 +150,7 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         step: what the step was, in words; empty where there was none.
         step_seconds: how long it was to be.
         warm_up_seconds: what compiling the step took; this and the first batches are in no rate.
-        notes: what the figures leave out.
+        notes: what else is to be known of the figures, such as what they leave out.
 
     Example:
         found = ps.benchmark(lambda: np.zeros((64, 3), np.float32), batch_size=16, seconds=0.05)
@@ -289,7 +289,9 @@ class Benchmark(msgspec.Struct, frozen=True, kw_only=True):
         told = [f"{NAMES[name].split(',')[0]} {1e3 * wait:.1f} ms" for name, wait in waits.items() if wait is not None]
         longest = max((wait or 0.0 for wait in waits.values()), default=0.0)
         return (
-            f"nor the wait for a later epoch to begin, which the verdict has in it ({', '.join(told)})" if longest >= LONG_SECONDS else ""
+            f"not in these figures, but in the verdict: the wait for a later epoch to begin ({', '.join(told)})"
+            if longest >= LONG_SECONDS
+            else ""
         )
 
 

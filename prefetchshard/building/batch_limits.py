@@ -8,7 +8,7 @@ import msgspec
 
 from prefetchshard.base.config import Settings
 from prefetchshard.base.limits import Limits, within_bytes
-from prefetchshard.placing.depth import FIRST_DEPTH
+from prefetchshard.placing.depth import FIRST_DEPTH, MOST_DEPTH
 
 IN_FLIGHT = {"cpu": 2}
 """Transfers under way at once, where that is not `MOST_IN_FLIGHT`."""
@@ -44,7 +44,8 @@ class BatchLimits:
     Args:
         settings: of the loader.
         most_depth: batches that a run may keep ready on the devices, at times.
-        depth_bytes: that these take on each device, at most, though at least `FIRST_DEPTH` are kept; None: the depth never changes.
+        depth_bytes: that these take on each device, at most, where the depth grows, though at least `FIRST_DEPTH` are kept.
+        depth_grows: a run may keep more batches ready than at its beginning.
         in_flight: transfers under way at once.
         read_at_once: how many host batches there are by the number of threads.
         most_workers: so many threads a run may have at times.
@@ -53,7 +54,7 @@ class BatchLimits:
 
     Attributes:
         now: the limits in force, where a run has the most threads and the greatest depth.
-        depth_grows: a run may keep more batches ready than at its beginning.
+        depth_grows: as above.
         rows_on_devices_bytes: of a batch on one device, where what is planned is row numbers (`OnDevice`); else 0.
     """
 
@@ -62,7 +63,8 @@ class BatchLimits:
         settings: Settings,
         *,
         most_depth: int,
-        depth_bytes: float | None,
+        depth_bytes: float,
+        depth_grows: bool,
         in_flight: int,
         read_at_once: ReadAtOnce,
         most_workers: int,
@@ -72,7 +74,7 @@ class BatchLimits:
         self._settings = settings
         self._most_depth = most_depth
         self._depth_bytes = depth_bytes
-        self.depth_grows = depth_bytes is not None
+        self.depth_grows = depth_grows
         self._in_flight = in_flight
         self._read_at_once = read_at_once
         self._most_workers = most_workers
@@ -111,10 +113,22 @@ class BatchLimits:
         slots = self._in_flight + self._read_at_once.by(workers)
         if self.is_small:
             slots = max(slots, SMALL_SLOTS)
-        settings = self._settings
         depth = self._most_depth if depth is None else min(depth, self._most_depth)
-        if self._depth_bytes is not None and self._device_bytes:
-            depth = min(depth, max(FIRST_DEPTH, int(self._depth_bytes // self._device_bytes)))
+        return self._fitting(self._grown(depth) if self.depth_grows else depth, slots)
+
+    @property
+    def could_grow(self) -> bool:
+        """Whether a run would come to keep more batches ready if its depth followed what it needs."""
+        return not self.depth_grows and self._fitting(self._grown(MOST_DEPTH), self.now.slots).depth > self.now.depth
+
+    def _grown(self, depth: int) -> int:
+        """So many batches, or as many of them as there is memory for."""
+        if not self._device_bytes:
+            return depth
+        return int(min(depth, max(FIRST_DEPTH, self._depth_bytes / self._device_bytes)))  # bytes may be infinite
+
+    def _fitting(self, depth: int, slots: int) -> Limits:
+        settings = self._settings
         return within_bytes(
             Limits(depth, self._in_flight, slots).kept_to(settings.read_ahead),
             batch_bytes=self._host_bytes,

@@ -130,7 +130,8 @@ def make_limits(source: Source, settings: Settings, *, batch_size: int | None, w
     return BatchLimits(
         settings,
         most_depth=MOST_DEPTH if grows else first_depth(settings),
-        depth_bytes=memory_bytes(device) * DEPTH_SHARE if grows else None,
+        depth_bytes=memory_bytes(device) * DEPTH_SHARE,
+        depth_grows=grows,
         in_flight=IN_FLIGHT.get(platform, MOST_IN_FLIGHT),
         read_at_once=_batches_read_at_once(source, settings, batch_size, workers.most),
         most_workers=workers.most,

@@ -102,8 +102,8 @@ class RunFactory:
         rules: ShardingRules = resolve(sharding, host)
         self.batch_size = global_rows(settings, rules)
         self._workers: Workers = choose_workers(self._source, settings, self.batch_size)
-        self._last_room: Room | None = None  # likewise
         self._last_crew: tuple[Crew, Controller] | None = None  # of the run that was made last
+        self._last_room: Room | None = None  # likewise
         self.stall_warning_seconds = settings.stall_warning_seconds
         check_source(self._source, settings)
         check_rows(rules, settings, self.batch_size)
@@ -316,7 +316,7 @@ class RunFactory:
             processes=workers if takes_processes(source, settings) else 0,
             has_functions=settings.transform is not None or settings.collate is not None,
             reuses_buffers=settings.reuses_buffers,
-            depth_grows=self._limits.depth_grows,
+            depth_could_grow=not source.stays_on_devices and self._limits.could_grow,
             cpus=self._cpus,
             platform=self._device.platform,
             leaves=sum(leaf.bytes_per_device > 0 for leaf in leaves),

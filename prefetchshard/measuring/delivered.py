@@ -33,6 +33,7 @@ class Steps(msgspec.Struct, frozen=True):
         transferring: in its transfer.
         handing_over: what waking threads takes: read, and its transfer not begun yet; ready, and not handed out yet.
         ahead: that batches were ready before they were asked for.
+        late: of `stalled`, the waits right after a batch that was ready before it was asked for.
     """
 
     count: int = 0
@@ -44,6 +45,7 @@ class Steps(msgspec.Struct, frozen=True):
     transferring: float = 0.0
     handing_over: float = 0.0
     ahead: float = 0.0
+    late: float = 0.0
 
     @property
     def wall(self) -> float:
@@ -91,6 +93,7 @@ class Delivered:
         self._is_steady = False
         self._last_taken = 0.0
         self._last_ready = -np.inf
+        self._was_ahead = False
 
     def add(self, batches: Sequence[BatchTimes], warm_up: int) -> None:
         """Add batches; `warm_up`: how many may have been read ahead before the loop began."""
@@ -118,7 +121,9 @@ class Delivered:
             self.longest_wait = CAUSES[int(np.argmax([cause[first:][stalled[first:].argmax()] for cause in causes]))]
         if first:
             self.start_up_seconds = float(stalled[0])
-        columns = np.stack([np.ones_like(asked), asked - before, stalled, *causes, np.maximum(0.0, asked - ready)])
+        is_ahead = ready < asked
+        late = np.where(np.concatenate([[self._was_ahead], is_ahead[:-1]]) & (ready > asked), stalled, 0.0)
+        columns = np.stack([np.ones_like(asked), asked - before, stalled, *causes, np.maximum(0.0, asked - ready), late])
         if self.batches < 2:
             columns[1, : max(0, 2 - self.batches)] = 0.0  # nothing came before the first batch, and the first step compiles
         self.step.add(columns[1, max(0, 2 - self.batches) :], steps[max(0, 2 - self.batches) :])
@@ -129,6 +134,7 @@ class Delivered:
             self.steady += Steps(*columns[:, max(first, steady_from) :].sum(axis=1).tolist())
         self.batches += len(batches)
         self._last_taken, self._last_ready = float(taken[-1]), float(max(ready_before[-1], ready[-1]))
+        self._was_ahead = bool(is_ahead[-1])
 
     def _find_steady(self, waited: AnyArray, warm_up: int) -> int:
         """The first of these batches whose step is a steady one: after the first wait, or after as many as could be read ahead."""

@@ -16,7 +16,7 @@ class Setup(msgspec.Struct, frozen=True):
         processes: worker processes; 0 where threads do the work.
         has_functions: there is a `transform` or a `collate`.
         reuses_buffers: as the argument.
-        depth_grows: the depth follows the run.
+        depth_could_grow: with `depth="auto"` more batches could be kept ready.
         cpus: that this process may use.
         platform: of the devices.
         leaves: of a batch, on the devices; 0 where not known yet.
@@ -30,7 +30,7 @@ class Setup(msgspec.Struct, frozen=True):
     processes: int = 0
     has_functions: bool = False
     reuses_buffers: bool = True
-    depth_grows: bool = False
+    depth_could_grow: bool = True
     cpus: int = 1
     platform: str = "cpu"
     leaves: int = 0

@@ -40,7 +40,7 @@ class ThreadTimes(msgspec.Struct, frozen=True):
     """What threads of one kind spent their time on; seconds, summed over them.
 
     Attributes:
-        threads: how many there were.
+        threads: how many there were, those among them that came and went.
         busy_seconds: at work.
         cpu_seconds: on a CPU. Far below `busy_seconds`: they waited for files or a network, or for the interpreter's lock.
         input_seconds: waiting for something to do.
@@ -166,8 +166,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
                 transferring=self.stages.transferring,
                 dispatching=self.dispatch_seconds,
                 source=(self.source_thread.threads, self.source_thread.busy_seconds, self.source_thread.cpu_seconds),
-                readers=(self.readers.threads, self.readers.busy_seconds, self.readers.cpu_seconds),
+                readers=(self._present, self.readers.busy_seconds, self.readers.cpu_seconds),
                 locking=self.locking,
+                longest=self.next.largest,
             ),
             self.setup,
         )
@@ -273,7 +274,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         if self.source_thread.threads:
             yield f"source thread: {_shown(self.source_thread)}"
         if self.readers.threads:
-            yield f"{self.readers.threads} reader threads: {_shown(self.readers)}"
+            in_all = "" if self._present == self.readers.threads else f" ({self.readers.threads} in all, as they come and go)"
+            yield f"{self._present} reader threads{in_all}: {_shown(self.readers)}"
         yield f"on average {self.mean_read:.1f} batches wait for their transfer, and {self.mean_ready:.1f} for the consumer (depth {self.ready.capacity})"
         if self.locking.waits:
             yield f"the interpreter's lock was held at {100 * self.locking.share:.0f} % of {self.locking.looks} looks"
@@ -281,6 +283,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         if self.devices:
             rates = ", ".join(f"{name} {rate / 1e9:.2f}" for name, rate in self.devices.items())
             yield f"GB/s to each device: {rates} (imbalance {100 * self.imbalance:.0f} %)"
+
+    @property
+    def _present(self) -> int:
+        """Reader threads at once: others may have come and gone."""
+        return min(self.readers.threads, max(1, self.workers))
 
     @property
     def _dropped(self) -> str:

@@ -52,16 +52,18 @@ NEVER_FREE = 0.65
 and the fastest steps 16 ms; 60 to 400 leaves and a step of half the time and more: 0.52 to 0.59, and 4.3 and 13.0 ms of 4.2 and 12.2)."""
 
 UNEVEN = 0.75
-"""Steps that wait for the lock take unlike times: the fastest fiftieth is below this part of the mean."""
+"""Steps that wait for the lock take unlike times: the fastest fiftieth (`FREE_STEPS`) is below this part of the mean."""
 
 FEW_LEAVES = 3
 """Of so few none is to be put together with others: an image, a label, a mask."""
 
-FEWER_LEAVES = "fewer leaves: each costs a call, so put small ones together into one array"
+FEWER_LEAVES = "fewer leaves, or larger batches: each leaf costs a call, so put small ones together into one array"
 
 LARGER_BATCHES = "larger batches: each costs its calls, whatever it holds (microbatches= divides one for several steps)"
 
-EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for, so that more of them ready even out those that are late'
+EVEN_OUT = 'depth="auto": most batches are ready long before they are asked for, and a greater depth evens out those that are late'
+
+ONE_WAIT = 'most of that was one wait: where such waits come again, depth="auto" evens them out'
 
 NEXT_SECONDS = 2e-5
 """What a `next()` takes that need not wait."""
@@ -104,7 +106,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Measured(NamedTuple):
-    """What a verdict is worked out from; see `Stats`. Of threads: how many, their busy seconds, and their CPU seconds."""
+    """What a verdict is worked out from; see `Stats`. Of threads: how many, their busy seconds, and their CPU seconds. `longest`: of the waits."""
 
     batches: int
     wall: float
@@ -120,6 +122,7 @@ class Measured(NamedTuple):
     source: tuple[int, float, float]
     readers: tuple[int, float, float]
     locking: Locking
+    longest: float = 0.0
 
     @property
     def steps(self) -> Steps:
@@ -167,8 +170,8 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
         step = min(step, _undisturbed_step(measured))
         lost = 1 - step * steps.count / wall
     gain = _gain(wall / steps.count, max(step, _rest(measured, steps, setup, bound)))
-    is_uneven = measured.steady.ahead > steps.stalled and not is_in_calls and not setup.depth_grows
-    return Verdict(bound, lost, gain, EVEN_OUT if is_uneven else _ADVICE[bound](measured, steps, setup))
+    even_out = "" if is_in_calls else _even_out(measured, steps, setup)
+    return Verdict(bound, lost, gain, even_out or _ADVICE[bound](measured, steps, setup))
 
 
 def _held_by_dispatch(measured: Measured, steps: Steps, setup: Setup) -> Verdict | None:
@@ -260,6 +263,15 @@ def _rest(measured: Measured, steps: Steps, setup: Setup, bound: Bound) -> float
 # -- advice
 
 
+def _even_out(measured: Measured, steps: Steps, setup: Setup) -> str:
+    """What a greater depth brings, where batches are late now and then; else an empty text."""
+    if not setup.depth_could_grow or measured.steady.ahead <= steps.stalled or steps.handing_over > 0.5 * steps.stalled:
+        return ""
+    if measured.longest > 0.5 * steps.stalled:
+        return ONE_WAIT
+    return EVEN_OUT if measured.steady.late > 0.5 * steps.stalled else ""  # else they were late at first, and later no more
+
+
 def _lock_advice(setup: Setup) -> str:
     if setup.is_numbered or setup.has_functions:
         return f"workers=ps.Processes({setup.cpus}) computes in processes, beside each other"
@@ -310,9 +322,10 @@ def _copying_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
 
 
 def _transferring_advice(measured: Measured, steps: Steps, setup: Setup) -> str:
-    del steps
     if measured.is_dispatch:
         return _fewer_calls(setup)
+    if steps.handing_over > 0.5 * steps.stalled:
+        return LARGER_BATCHES
     if setup.wide_share > 0.5:
         return "send a smaller dtype (uint8) over the bus, and convert it in device_transform="
     return "send fewer bytes a step"

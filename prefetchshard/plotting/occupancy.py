@@ -49,11 +49,11 @@ def occupancy_of(recent: Recent, stats: Stats) -> Plot:
         "queue, so that there may be more of them than depth."
     )
     if not recent.is_end:
-        said += " The areas end where batches would count that the loop never took."
+        said += " The areas end where batches that the loop never took would have to be counted too."
     legend = (
         ("ready", "ready on the devices, waiting for next()"),
         ("reading", "read, waiting for the transfer"),
-        ("average", "average of a short time"),
+        ("average", "average over a short stretch of time"),
     )
     return Plot(HEADING, (said,), drawing(WIDTH, below.at_low + 42, "batches in the queues, over time", *inside), legend)
 

@@ -65,7 +65,7 @@ def waits_plot(stats: Stats) -> Plot:
         ]
     waited, wall = stats.stall_seconds, stats.wall_seconds
     said = (
-        f"The loop waited {duration(waited)} of {duration(wall)}, {_percent(waited, wall)} of its time. The other shares are of it too.",
+        f"The loop waited {duration(waited)} of {duration(wall)}, {_percent(waited, wall)} of its time. The shares beside the bars are of its time too.",
         f"* Not in that sum: waits for the lock, as the transfer thread saw them at {stats.locking.waits} of {stats.locking.looks} looks.",
     )
     return Plot(HEADING, said, drawing(WIDTH, bottom + 42, "seconds waited, by cause", *inside))

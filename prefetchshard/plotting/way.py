@@ -100,7 +100,7 @@ def way_of(recent: Recent, *, has_step: bool) -> Plot:
     first, last = chosen.batches[0].step, chosen.batches[-1].step
     said = [f"Step {first}." if first == last else f"Steps {first} to {last}."]
     if not recent.is_end:
-        said[0] += " What threads did by then for later batches is not known."
+        said[0] += " What threads did for later batches, which the loop never took, is not shown."
     if not has_step:
         said.append("No step was measured: the lane “step” is the benchmark's own loop, which does nothing with a batch.")
     svg = drawing(WIDTH, bottom + 42, "what each thread did for which batch, over time", *inside)

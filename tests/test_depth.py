@@ -226,8 +226,8 @@ def test_it_is_left_alone_for_ten_minutes_at_most() -> None:
 def test_half_of_what_was_never_used_is_given_up(least: int, depth: int) -> None:
     looks = Looks(32)
     looks.controller.decide(1.0, 0.0, least, 32, lambda: MOST_DEPTH)
-    looks.full(CALM_SECONDS)
-    assert looks.depth == depth
+    change = looks.full(CALM_SECONDS)
+    assert (looks.depth, change is None) == (depth, depth == 32)
 
 
 # --- loops for real

@@ -442,6 +442,14 @@ def test_advice_knows_whether_the_depth_could_grow(settings: dict[str, Any], cou
     assert loader.stats().setup.depth_could_grow == could
 
 
+@pytest.mark.parametrize(("memory", "could"), [(16 * 4 * 2, False), (16 * 4 * 3, True)])
+def test_advice_knows_whether_there_is_memory(memory: int, could: bool, S: NamedSharding, monkeypatch: Any) -> None:
+    monkeypatch.setattr(choices, "memory_bytes", lambda device: memory)
+    loader = ps.Loader(np.arange(64, dtype=np.int32), S, batch_size=8)
+    list(loader)
+    assert loader.stats().setup.depth_could_grow == could
+
+
 def test_advice_knows_that_it_stays_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
     loader = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8)
     list(loader)

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import msgspec
@@ -182,6 +182,8 @@ def test_epochs_that_mostly_begin_come_to_an_end() -> None:
     found = in_epochs(length=2, seconds=100)  # 6 s to begin one, and then 3 s that count
     assert (found.batches, found.seconds) == (34, 102)
     assert in_epochs(length=2, seconds=0.5).batches == 1
+    found = in_epochs(length=10, seconds=10, slow=9)  # 54 s for each 3 that count: it ends after 40
+    assert (found.batches, found.seconds, found.epochs) == (1, 3, 1)
 
 
 def test_a_source_without_a_batch_is_refused() -> None:
@@ -242,18 +244,16 @@ def test_what_beginning_an_epoch_costs_is_said() -> None:
 
 def test_the_advice_where_epochs_begin_for_long() -> None:
     measured = ps.benchmark(lambda: batches(100), sharding=P(), seconds=SHORT)
-    reading = Verdict("reading", 0.9, 9.0, "something else")
 
-    class Stats(SimpleNamespace):
-        verdict = reading
-
-    def advice(epochs_seconds: float, waited: float, epochs: int = 2) -> str:
+    def advice(epochs_seconds: float, waited: float, epochs: int = 2, bound: Any = "reading") -> str:
         one = msgspec.structs.replace(a_round(10, 1.0, waited), epochs=epochs, epochs_seconds=epochs_seconds)
-        run = BenchmarkRun(name="loader", rounds=(one,), stats=cast("Any", Stats()))
+        stats: Any = SimpleNamespace(verdict=Verdict(bound, 0.9, 9.0, "something else"))
+        run = BenchmarkRun(name="loader", rounds=(one,), stats=stats)
         return msgspec.structs.replace(measured, runs={"loader": run}).verdict.advice
 
     assert advice(10.0, 0.5).startswith("most of it is for a later epoch to begin (5.0 s each time): keep what that needs")
     assert advice(0.3, 0.5) == advice(0.01, 0.001) == advice(0.0, 0.5, epochs=0) == "something else"
+    assert advice(10.0, 0.5, bound="lock") == "something else"
 
 
 def test_the_start_of_a_loader_is_not_in_its_statistics() -> None:
@@ -453,7 +453,16 @@ def test_examples_taken_for_batches_are_pointed_out() -> None:
 
 
 @pytest.mark.parametrize(("keeps", "is_said"), [(False, True), (True, False)])
-def test_processes_that_are_started_for_each_epoch_are_pointed_out(keeps: bool, is_said: bool) -> None:
+def test_processes_that_are_started_for_each_epoch_are_pointed_out(keeps: bool, is_said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out: list[int] = []
+
+    class Seen(Rounds):
+        def __init__(self, begin: Any, step: Any, clock: Any, first_batches: int) -> None:
+            left_out.append(first_batches)
+            super().__init__(begin, step, clock, first_batches)
+
+    monkeypatch.setattr("prefetchshard.benchmarking.benchmark.Rounds", Seen)
+
     class WithProcesses:
         num_workers, persistent_workers = 2, keeps
 
@@ -462,6 +471,7 @@ def test_processes_that_are_started_for_each_epoch_are_pointed_out(keeps: bool, 
 
     said = "the source starts 2 worker processes anew for each epoch: persistent_workers=True keeps"
     assert (said in str(ps.benchmark(WithProcesses, seconds=SHORT))) == is_said
+    assert set(left_out) == {2}, "each process has a first batch"
 
 
 @pytest.mark.ecosystem

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding
 
 import prefetchshard as ps
 from fakes import Examples, first
+from prefetchshard.base.limits import Limits
 from prefetchshard.building import choices, room
 from prefetchshard.placing.depth import CALM_SECONDS, FIRST_DEPTH, MOST_DEPTH, Change, DepthController
 from support import no_threads, wait_until
@@ -144,6 +146,90 @@ def test_times_that_are_spread_out() -> None:
     assert loop.waits(2000) < 0.6 * fixed.waits(2000)
 
 
+class Looks:
+    """What a controller says when all places are filled, and after waits that used all of them up."""
+
+    def __init__(self, depth: int) -> None:
+        self.controller, self.depth = DepthController(), depth
+        self.at = self.stalled = 0.0
+        self.full()
+
+    def full(self, seconds: float = 0.0) -> Change | None:
+        self.at += seconds
+        change = self.controller.decide(self.at, self.stalled, self.depth, self.depth, lambda: MOST_DEPTH)
+        self.depth = self.depth if change is None else change.depth
+        return change
+
+    def wait(self, seconds: float, every: float) -> Change | None:
+        """Places are filled, the loop waits, and they are filled again."""
+        self.full()
+        self.at, self.stalled = self.at + every, self.stalled + seconds
+        self.controller.decide(self.at, self.stalled, 0, self.depth, lambda: MOST_DEPTH)
+        return self.full()
+
+    def waits(self, seconds: float, every: float) -> int:
+        """The depth after two of them."""
+        for _ in range(2):
+            self.wait(seconds, every)
+        return self.depth
+
+
+def test_shorter_waits_pay_also_where_they_come_more_often() -> None:
+    looks = Looks(FIRST_DEPTH)
+    assert looks.waits(1.0, every=3.0) == 8
+    assert looks.waits(0.5, every=1.5) == 32
+
+
+def test_rarer_waits_pay_also_where_they_are_as_long() -> None:
+    looks = Looks(FIRST_DEPTH)
+    assert looks.waits(1.0, every=3.0) == 8
+    assert looks.waits(1.0, every=6.0) == 32
+
+
+def test_what_a_minute_did_not_refute_stays() -> None:
+    looks = Looks(FIRST_DEPTH)
+    assert looks.waits(1.0, every=3.0) == 8
+    looks.wait(1.0, every=CALM_SECONDS)
+    assert looks.waits(1.0, every=3.0) == 32, "it would have been undone"
+
+
+def test_one_wait_a_minute_is_no_reason() -> None:
+    looks = Looks(FIRST_DEPTH)
+    for _ in range(20):
+        looks.full(CALM_SECONDS)
+        looks.wait(5.0, every=6.0)
+    assert looks.depth == FIRST_DEPTH
+
+
+def test_what_somebody_else_changed_is_not_judged() -> None:
+    """Such as larger batches, of which fewer fit into memory."""
+    looks = Looks(FIRST_DEPTH)
+    assert looks.waits(1.0, every=3.0) == 8
+    looks.depth = 5
+    assert looks.waits(1.0, every=3.0) == 20
+
+
+def test_it_is_left_alone_for_ten_minutes_at_most() -> None:
+    looks = Looks(FIRST_DEPTH)
+    undone_at, quiet = None, []
+    while len(quiet) < 7:
+        before = looks.depth
+        looks.wait(1.0, every=3.0)
+        if looks.depth < before:
+            undone_at = looks.at
+        elif looks.depth > before and undone_at is not None:
+            quiet.append(looks.at - undone_at)
+    assert quiet == pytest.approx([60, 120, 240, 480, 600, 600, 600], abs=10)
+
+
+@pytest.mark.parametrize(("least", "depth"), [(0, 32), (1, 32), (2, 31), (20, 22), (32, 16)])
+def test_half_of_what_was_never_used_is_given_up(least: int, depth: int) -> None:
+    looks = Looks(32)
+    looks.controller.decide(1.0, 0.0, least, 32, lambda: MOST_DEPTH)
+    change = looks.full(CALM_SECONDS)
+    assert (looks.depth, change is None) == (depth, depth == 32)
+
+
 # --- loops for real
 
 
@@ -252,24 +338,53 @@ def test_whatever_it_decides_nothing_is_lost_and_no_bound_exceeded(kind: str, S:
     assert no_threads()
 
 
+def ahead(S: NamedSharding, depth: int | str, **bound: Any) -> int:
+    """The bound on batches of 8 rows of 4 bytes, which take 4 bytes on each of 8 devices."""
+    with ps.prefetch(lambda: iter(np.zeros((60, 8), np.int32)), S, depth=depth, **bound) as loader:
+        return loader.spec().ahead
+
+
 @pytest.mark.parametrize(("bound", "most"), [({"device_memory": 6 * 4}, 4), ({"read_ahead": 3}, 3)])
 def test_bounds_hold_for_it(S: NamedSharding, bound: dict[str, Any], most: int) -> None:
-    """A batch of 8 rows of 4 bytes takes 4 bytes on each of 8 devices."""
+    assert ahead(S, "auto", **bound) == ahead(S, most, **bound)
     source = Pausing()
     assert run_with_pauses(ps.prefetch(source, S, depth="auto", **bound), source, 600) <= most
 
 
-def test_a_sixteenth_of_the_memory_is_the_most(S: NamedSharding, monkeypatch: Any) -> None:
-    monkeypatch.setattr(choices, "memory_bytes", lambda device: 16 * 4 * 5)
+@pytest.mark.parametrize(
+    ("memory", "most"), [(16 * 4 * 5, 5), (16 * 4 * 6 - 1, 5), (1, FIRST_DEPTH), (16 * 4 * 32, 32), (math.inf, MOST_DEPTH)]
+)
+def test_a_sixteenth_of_the_memory_is_the_most(memory: float, most: int, S: NamedSharding, monkeypatch: Any) -> None:
+    monkeypatch.setattr(choices, "memory_bytes", lambda device: memory)
+    assert ahead(S, "auto") == ahead(S, most)
     source = Pausing()
-    assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 600) <= 5
-    monkeypatch.setattr(choices, "memory_bytes", lambda device: 1)
-    source = Pausing()
-    assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 300) == FIRST_DEPTH  # never less
-    monkeypatch.setattr(choices, "memory_bytes", lambda device: math.inf)  # where nobody tells
-    loader = ps.prefetch(Pausing(), S, depth="auto")
-    assert loader.spec().ahead >= MOST_DEPTH
-    loader.close()
+    assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 300) <= most
+
+
+def test_what_was_decided_is_told_to_all_parts_of_a_run(monkeypatch: Any) -> None:
+    """No more than there may be, the bounds of both queues and of transfers, what warms up; and who waits for room on the host looks."""
+    asked: list[int] = []
+
+    class Greedy:
+        def decide(self, at: float, stalled: float, ready: int, depth: int, most: Callable[[], int]) -> Change | None:
+            asked.append(most())
+            return Change(5, "it may")
+
+    monkeypatch.setattr(room, "DepthController", Greedy)
+    woken: list[int] = []
+    parts: Any = SimpleNamespace(
+        limits=SimpleNamespace(of=lambda workers, depth: Limits(min(depth, 7), 2, workers)),
+        crew=SimpleNamespace(wanted=4),
+        host=SimpleNamespace(capacity=0, senders=SimpleNamespace(wake=lambda: woken.append(parts.host.capacity))),
+        ready=SimpleNamespace(capacity=2, held=0),
+        transfers=SimpleNamespace(in_flight=0),
+        recorder=SimpleNamespace(clock=lambda: 0.0, stall_seconds=0.0, warm_up=0),
+    )
+    made = room.Room(parts.limits, parts.crew, 2, parts.host, parts.ready, parts.transfers, parts.recorder)
+    made.watch()
+    assert (asked, made.depth) == ([7], 5)
+    assert (parts.host.capacity, parts.ready.capacity, parts.transfers.in_flight, parts.recorder.warm_up) == (4, 5, 2, 11)
+    assert woken == [4], "after there was room"
 
 
 def test_what_a_device_has(S: NamedSharding) -> None:
@@ -282,6 +397,17 @@ def test_what_a_device_has(S: NamedSharding) -> None:
     assert choices.memory_bytes(Device()) == 1000
     device: Any = next(iter(S.device_set))
     assert 1 << 26 < choices.memory_bytes(device) < 1 << 50  # the CPU backend: the host's
+
+
+@pytest.mark.parametrize(
+    ("limit", "physical", "expected"),
+    [(None, 1000, 1000), (600, 1000, 600), (2000, 1000, 1000), (600, None, 600), (None, None, math.inf)],
+)
+def test_the_host_has_what_its_group_may_use(limit: int | None, physical: int | None, expected: float, monkeypatch: Any) -> None:
+    monkeypatch.setattr(choices, "memory_limit", lambda: None if limit is None else SimpleNamespace(limit_bytes=limit))
+    monkeypatch.setattr(choices, "physical_bytes", lambda: physical)
+    for stats in (None, {}):
+        assert choices.memory_bytes(SimpleNamespace(memory_stats=lambda stats=stats: stats)) == expected
 
 
 def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:
@@ -316,6 +442,14 @@ def test_advice_knows_whether_the_depth_could_grow(settings: dict[str, Any], cou
     assert loader.stats().setup.depth_could_grow == could
 
 
+@pytest.mark.parametrize(("memory", "could"), [(16 * 4 * 2, False), (16 * 4 * 3, True)])
+def test_advice_knows_whether_there_is_memory(memory: int, could: bool, S: NamedSharding, monkeypatch: Any) -> None:
+    monkeypatch.setattr(choices, "memory_bytes", lambda device: memory)
+    loader = ps.Loader(np.arange(64, dtype=np.int32), S, batch_size=8)
+    list(loader)
+    assert loader.stats().setup.depth_could_grow == could
+
+
 def test_advice_knows_that_it_stays_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
     loader = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8)
     list(loader)
@@ -324,6 +458,9 @@ def test_advice_knows_that_it_stays_two_for_arrays_on_the_devices(S: NamedShardi
 
 def test_it_is_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
     loader = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8, depth="auto")
+    fixed = ps.Loader(ps.OnDevice({"x": np.arange(64, dtype=np.int32)}), S, batch_size=8)
+    assert loader.spec().ahead == fixed.spec().ahead
+    fixed.close()
     iterator = iter(loader)
     assert iterator.stats().ready.capacity == FIRST_DEPTH
     assert len(list(iterator)) == 8

@@ -220,6 +220,17 @@ def test_the_steps_of_the_queues_are_where_the_stamps_are() -> None:
     assert float(limit.attrib["y1"]) == top  # depth
 
 
+@pytest.mark.parametrize(("depth", "limit_at", "two_at"), [(4, 0.0, 0.5), (1, 0.5, 0.0)])
+def test_the_scale_of_the_queues_has_room_for_depth_and_for_all(depth: int, limit_at: float, two_at: float) -> None:
+    """Parts of the height, from above."""
+    batches = [a_batch(i, dispatch=i, ready=i, asked=i, taken=i + 2.0) for i in range(4)]
+    stats = stats_of(batches=4, ready=msgspec.structs.replace(QUEUE, capacity=depth))
+    svg = drawn(occupancy.occupancy_of(Recent(BEGAN, tuple(batches), is_end=True), stats))
+    limit = next(line for line in svg.iter("line") if line.attrib["class"] == "limit")
+    assert float(limit.attrib["y1"]) == occupancy.TOP + limit_at * occupancy.HEIGHT
+    assert min(y for _, y in path_of(svg, "ready")) == occupancy.TOP + two_at * occupancy.HEIGHT
+
+
 def test_where_the_run_ended_all_of_it_is_known() -> None:
     _, last = two_batches().batches
     assert occupancy.known_until([last], is_end=False) == (BEGAN + 3.0, BEGAN + 2.0)
@@ -263,6 +274,17 @@ def test_waits_are_in_proportion_and_add_up() -> None:
     assert "at 2 of 8 looks" in plot.said[1]
 
 
+@pytest.mark.parametrize(("factor", "unit"), [(1.0, "s"), (1e-3, "ms")])
+def test_the_axis_of_waits_is_of_them_and_of_the_lock(factor: float, unit: str) -> None:
+    steps = Steps(4, 5.0, factor, reading=factor)
+    plot = waits.waits_plot(stats_of(batches=5, stall_seconds=factor, steady=steps, locking=Locking(8, 2, 2 * factor)))
+    svg = drawn(plot)
+    assert [bars(svg, kind)[0][1] for kind in ("reading", "lock")] == [(waits.RIGHT - waits.LEFT) / 2, waits.RIGHT - waits.LEFT]
+    ticks = {text.text: float(text.attrib["x"]) for text in svg.iter("text")}
+    assert (ticks["1"], ticks["2"]) == (pytest.approx((waits.LEFT + waits.RIGHT) / 2), waits.RIGHT)
+    assert f"waited, {unit}" in ticks
+
+
 # -- next()
 
 
@@ -295,6 +317,8 @@ def test_the_quantiles_are_marked() -> None:
     assert marks == pytest.approx([x(0.001), x(0.001), x(0.010), x(1.0)], abs=(spread.RIGHT - spread.LEFT) * 0.01)
     said = [text for text in texts(svg) if text.startswith(("p", "largest"))]
     assert said == [f"p50 {duration(found.p50)}", f"p90 {duration(found.p90)}", f"p99 {duration(found.p99)}", "largest 1 s at step 99"]
+    sides = {text.text: text.attrib["text-anchor"] for text in svg.iter("text") if text.text in said}
+    assert [sides[text] for text in said] == ["start", "start", "start", "end"], "words lie inside the drawing"
     (one,) = {rect.attrib["x"] for rect in svg.iter("rect") if rect.findtext("title", "").startswith("90 ")}
     assert float(one) <= marks[0]
 

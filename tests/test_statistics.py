@@ -319,6 +319,18 @@ def test_threads_that_came_and_went_are_not_taken_for_threads_beside_each_other(
     assert "\n5 reader threads: 80.00 s at work" in str(stats_of(recorder, workers=5))
 
 
+@pytest.mark.parametrize(("late", "advice"), [({10: 90.0}, "most of that was one wait"), ({8: 30.0, 10: 30.0, 12: 30.0}, 'depth="auto": ')])
+def test_one_long_wait_is_told_from_several(late: dict[int, float], advice: str) -> None:
+    """Steps of 20 s; the other batches are ready 15 s before they are asked for."""
+    recorder = Recorder(ManualClock())
+    asked = 0.0
+    for i in range(16):
+        taken = asked + late.get(i, 0.0)
+        run(recorder, [batch(i, asked, taken, read=taken, ready=taken if i in late else asked - 15.0)])
+        asked = taken + 20.0
+    assert stats_of(recorder).verdict.advice.startswith(advice)
+
+
 def _meter_of_another_thread(recorder: Recorder) -> Any:
     return Thread(lambda: recorder.meter("readers")).returned()
 

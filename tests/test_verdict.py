@@ -124,6 +124,8 @@ def test_small_batches_cost_what_handing_over_costs() -> None:
     found = found._replace(steady=msgspec.structs.replace(found.steady, ahead=COUNT * 0.001, late=COUNT * 0.0004))
     verdict = judge(found, DATASET)
     assert (verdict.bound, verdict.advice.split(":")[0]) == ("transferring", "larger batches")
+    small = found._replace(steady=Steps(COUNT, COUNT * 0.0001, COUNT * 0.0004, reading=COUNT * 0.0001, handing_over=COUNT * 0.0003))
+    assert judge(small, DATASET).bound == "transferring"
     assert "larger batches" in judge(found._replace(transferring=spread(0.0001), dispatching=0.9 * COUNT * 0.0001), DATASET).advice
 
 
@@ -157,6 +159,10 @@ def test_many_leaves_hold_the_lock_from_the_step() -> None:
     assert judge(found._replace(step=spread(0.018)), DATASET).bound == "consumer", "no step is faster than others"
     assert judge(found._replace(step=spread(0.018)), Setup(is_numbered=True, platform="cpu")).bound == "transferring"
     assert judge(found._replace(dispatching=0.006 * 101), DATASET).bound == "consumer", "the calls are not what takes the time"
+    some_are_free = judge(found._replace(dispatching=0.010 * 101), DATASET)
+    assert some_are_free.possible_gain == pytest.approx(0.018 / 0.006 - 1, rel=0.03), "the fastest steps come between two calls"
+    none_is_free = judge(found._replace(step=spread(0.018), dispatching=0.010 * 101), Setup(is_numbered=True, platform="cpu"))
+    assert none_is_free.possible_gain == gain(0.018, 0.008)
 
 
 def test_one_thread_pulls_and_others_transform() -> None:
@@ -195,6 +201,9 @@ def test_the_interpreters_lock() -> None:
     assert verdict.bound == "lock"
     assert verdict.possible_gain == pytest.approx(0.010 / 0.004 - 1, rel=0.03)
     assert verdict.lost_share == pytest.approx(0.6, rel=0.02)
+    for free, expected in ((3, 0.004), (1, 0.009)):  # two of a hundred, at least, find it free
+        some = found._replace(step=Distribution(COUNT, 0.8, 0.012, 0, {bucket(0.004): free, bucket(0.009): 100 - free}))
+        assert judge(some, DATASET).possible_gain == pytest.approx(0.010 / min(expected, 0.008) - 1, rel=0.03)
     assert verdict.advice.startswith("workers=ps.Processes(8)")
     assert str(verdict).startswith("Bound by the interpreter's lock: ")
     assert "in one thread" in judge(found, ITERABLE).advice

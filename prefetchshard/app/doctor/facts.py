@@ -33,7 +33,7 @@ MOST_LETTERS = 400
 OPTIONAL = (
     ("llvmlite", "native", "large copies go past the processor's cache where that is faster"),
     ("cloudpickle", "processes", "worker processes also take lambdas and what a notebook defines"),
-    ("rich", "demo", "ps.live shows a loop, the demo its progress"),
+    ("rich", "live", "ps.live shows a loop, the demo its progress"),
 )
 
 

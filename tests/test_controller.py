@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,13 @@ from fakes import SOURCES, Dataset, Examples, first
 from machines import Machine, Work, best_pace
 from prefetchshard.base.jax_context import JaxContext
 from prefetchshard.base.limits import MOST_WAITING
+from prefetchshard.building import measured_load
 from prefetchshard.building.choices import MOST_WHOLE
+from prefetchshard.measuring.recorder import Recorder
 from prefetchshard.reading.controller import Bounds, Controller, Decision, Load
+from prefetchshard.reading.crew import Control, Crew
 from prefetchshard.running.thread_group import GroupThread, ThreadGroup
+from prefetchshard.testing import ManualClock
 from support import loader_threads, no_threads, wait_until
 
 SLEEPS = Work(sleeping=0.010)
@@ -503,3 +508,41 @@ def test_memory_bounds_the_threads(S: NamedSharding) -> None:
         next(iterator)
     assert iterator.stats().workers <= 3
     iterator.close()
+
+
+# -- parts of it by themselves
+
+
+def test_a_decision_beyond_what_there_may_be_is_kept_to_that() -> None:
+    """What is asked for again although there may be no more of it changes nothing."""
+    clock, told = ManualClock(), []
+    crew = Crew(4)
+    crew.start = lambda name, body: True
+    answers = [Decision(8, "more"), Decision(8, "more"), Decision(2, "fewer")]
+    bounds = [Bounds(6, 6), Bounds(6, 6), Bounds(6, 6)]
+    crew.control = Control(lambda *_: answers.pop(0), lambda: None, lambda: bounds.pop(0), lambda: told.append(crew.wanted), clock)  # pyright: ignore[reportArgumentType]
+
+    def work(deal: Any, part_done: Any) -> None:
+        for _ in range(3):
+            clock.advance(1.0)
+            part_done()
+
+    crew.work(0, work, lambda: None, lambda number: None, lambda too_many: None)
+    assert told == [6, 2]
+    assert not answers
+
+
+def test_the_first_looks_at_the_lock_weigh_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had to wait among the first is not most of what is known, and one that had not does not hide the others."""
+    clock = ManualClock()
+    waits = iter([1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    monkeypatch.setattr(measured_load, "time", SimpleNamespace(sleep=lambda _: clock.advance(next(waits))))
+    monkeypatch.setattr(measured_load, "queued_seconds", lambda: 0.0)
+
+    class Waiters(list[Any]):
+        waited_seconds = 0.0
+
+    queue: Any = SimpleNamespace(receivers=Waiters())
+    measure = measured_load.measure_of(Recorder(clock), queue, queue)
+    found = [measure().contended for _ in range(7)]
+    assert found == pytest.approx([1, 1 / 2, 2 / 3, 2 / 4, 3 / 5, 3 / 5 * 0.8, 3 / 5 * 0.8 * 0.8])

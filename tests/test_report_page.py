@@ -23,8 +23,8 @@ from prefetchshard.measuring.locking import Locking
 from prefetchshard.measuring.stats import Stats
 from prefetchshard.measuring.timeline import BatchTimes, PartTimes, Recent, Work
 from prefetchshard.plotting import occupancy, spread, waits, way
-from prefetchshard.plotting.axes import Scale, duration
-from prefetchshard.plotting.markup import Plot
+from prefetchshard.plotting.axes import Scale, duration, up
+from prefetchshard.plotting.markup import Plot, drawing, element
 from prefetchshard.queues.bounded_queue import QueueStats
 from prefetchshard.staging.layout import StagingStats
 
@@ -161,6 +161,41 @@ def test_parts_that_touch_are_one_bar_in_proportion() -> None:
     assert [bar[:2] for bar in bars(svg, "reading")] == [approx(way.LEFT, 0.2 * second)]
     assert [bar[:2] for bar in bars(svg, "copying")] == [approx(way.LEFT + 0.2 * second, 0.8 * second)]
     assert bars(svg, "copying")[0][2] == "step 0: copying 800 ms"
+
+
+def test_what_a_thread_waited_between_is_in_proportion_in_its_bars() -> None:
+    one = a_batch(0, ("reader", 0.0, 2.0, {"reading": 0.25, "copying": 0.75}), dispatch=2.0, ready=3.0, asked=0.0, taken=4.0)
+    svg = drawn(way.way_of(Recent(BEGAN, (one,)), has_step=False))
+    second = (way.RIGHT - way.LEFT) / 4
+    assert [bar[:2] for kind in ("reading", "copying") for bar in bars(svg, kind)] == [
+        approx(way.LEFT, 0.5 * second),
+        approx(way.LEFT + 0.5 * second, 1.5 * second),
+    ]
+
+
+def test_what_a_thread_did_for_two_batches_is_two_bars() -> None:
+    first = a_batch(0, ("reader", 0.0, 1.0, {"reading": 1.0}), dispatch=1.0, ready=1.5, asked=0.0, taken=2.0)
+    second = a_batch(1, ("reader", 1.0, 2.0, {"reading": 1.0}), dispatch=2.0, ready=2.5, asked=3.0, taken=4.0)
+    found = bars(drawn(way.way_of(Recent(BEGAN, (first, second)), has_step=True)), "reading")
+    assert [hover for *_, hover in found] == ["step 0: reading 1 s", "step 1: reading 1 s"]
+
+
+def test_the_axis_begins_where_the_batch_before_was_taken() -> None:
+    """Although the first one that is drawn was read before."""
+    batches = [
+        a_batch(i, ("reader", max(0.0, i - 2.0), i - 1.5, {"reading": 0.5}), dispatch=i, ready=i + 0.6, asked=i + 0.7, taken=i + 1.0)
+        for i in range(2, 2 + way.SHOWN + 1)
+    ]
+    (x, *_), *_ = bars(drawn(way.way_of(Recent(BEGAN, tuple(batches)), has_step=True)), "next")
+    assert x == pytest.approx(way.LEFT + 0.7 * (way.RIGHT - way.LEFT) / way.SHOWN, abs=0.02)
+
+
+def test_many_threads_have_lower_lanes_and_parts_too_many_to_draw_are_put_together() -> None:
+    svg = drawn(way.way_of(many(8, parts=2000), has_step=True))
+    tops = [float(rect.attrib["y"]) for lane in svg.iter("g") if (rect := lane.find("rect")) is not None]
+    assert len(tops) == 64 + 4
+    assert {below - above for above, below in zip(tops, tops[1:], strict=False)} == {11}
+    assert len(bars(svg, "reading")) < way.MOST_PIECES
 
 
 def test_what_is_short_is_still_seen() -> None:
@@ -308,6 +343,14 @@ def test_the_bars_add_up_to_all(largest: float) -> None:
     assert heights[-1] / heights[-2] == pytest.approx(90 / 9, rel=0.01)
 
 
+def test_each_duration_lies_in_its_bar_and_bars_are_few() -> None:
+    seconds = np.geomspace(2e-6, 900, 500)
+    for one in seconds.tolist():
+        (found,) = spread.bars_of(durations([one]))
+        assert found.low <= one <= found.high
+    assert len(spread.bars_of(durations(seconds.tolist()))) <= spread.MOST_BARS + 1
+
+
 def test_the_quantiles_are_marked() -> None:
     found = durations([0.001] * 90 + [0.010] * 9 + [1.0])
     counted = spread.bars_of(found)
@@ -363,6 +406,20 @@ def test_ticks_are_round() -> None:
     assert Scale(0.0, 4.0, 0, 100).ticks(8) == pytest.approx([0.5 * i for i in range(9)])
     assert Scale(0.13, 0.37, 0, 100).ticks(5) == pytest.approx([0.15, 0.2, 0.25, 0.3, 0.35])
     assert Scale(0.5, 2000, 0, 100, is_log=True).ticks(6) == pytest.approx([1, 10, 100, 1000])
+
+
+def test_ticks_of_ratios_are_as_many_as_are_asked_for() -> None:
+    assert Scale(0.5, 40, 0, 100, is_log=True).ticks(8) == pytest.approx([1, 3, 10, 30])
+    assert Scale(0.5, 40, 0, 100, is_log=True).ticks(10) == pytest.approx([0.5, 1, 2, 5, 10, 20])
+
+
+def test_batches_are_counted_in_whole_numbers() -> None:
+    svg = ET.fromstring(drawing(10, 10, "a test", *up(Scale(0, 2, 100, 0), 0, 10, "batches")))
+    assert texts(svg) == ["0", "1", "2", "batches"]
+
+
+def test_attributes_are_escaped() -> None:
+    assert ET.fromstring(element("p", title=HOSTILE)).attrib["title"].startswith("<script>alert('1')</script> & \"")
 
 
 # -- the page

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 import prefetchshard as ps
 from consumers import Consume
 from prefetchshard.measuring.timeline import BatchTimes, PartTimes
+from prefetchshard.telling.slices import in_order
 from prefetchshard.telling.trace import trace_of
 from process_sources import Rows
 from support import run_python
@@ -242,6 +243,14 @@ def test_readers_add_times_without_an_error() -> None:
     ]
     tracks = check(trace_of([batch(0, parts, 1.0, 1.0, 2.0, 0.5, 2.5)], 0.0))
     assert len(tracks["reader"]) == 3 * len(parts)
+    assert all((8 * event[name]).is_integer() for event in tracks["reader"] for name in ("ts", "dur"))
+
+
+def test_batches_are_in_the_order_in_which_they_were_taken_each_once() -> None:
+    """Threads that share a run take them in any order, and a place that is written anew may be read twice."""
+    part = PartTimes("reader", 0.0, 1.0, {})
+    late, early = batch(3, [part], 1.0, 1.0, 2.0, 8.0, 9.0), batch(4, [part], 1.0, 1.0, 2.0, 6.0, 7.0)
+    assert in_order([late, early, late]) == [early, late]
 
 
 def test_the_seconds_of_a_process_are_clipped_and_named() -> None:

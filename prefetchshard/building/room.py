@@ -52,11 +52,7 @@ class Room:
         self._lock = threading.Lock()  # or an older result could replace a newer one
 
     def resize(self) -> None:
-        """Let the bounds follow the threads, the depth, and what batches turned out to take.
-
-        Raises:
-            ConfigError: not even the least fits into the bounds in bytes.
-        """
+        """Let the bounds follow the threads, the depth, and what batches turned out to take."""
         with self._lock:
             fitting = self._limits.of(self._crew.wanted, self.depth)
             self._recorder.warm_up = fitting.ahead

@@ -378,13 +378,38 @@ def test_what_was_decided_is_told_to_all_parts_of_a_run(monkeypatch: Any) -> Non
         host=SimpleNamespace(capacity=0, senders=SimpleNamespace(wake=lambda: woken.append(parts.host.capacity))),
         ready=SimpleNamespace(capacity=2, held=0),
         transfers=SimpleNamespace(in_flight=0),
-        recorder=SimpleNamespace(clock=lambda: 0.0, stall_seconds=0.0, warm_up=0),
+        recorder=SimpleNamespace(clock=lambda: 0.0, stall_seconds=0.0, warm_up=0, batches=1),
     )
     made = room.Room(parts.limits, parts.crew, 2, parts.host, parts.ready, parts.transfers, parts.recorder)
     made.watch()
     assert (asked, made.depth) == ([7], 5)
     assert (parts.host.capacity, parts.ready.capacity, parts.transfers.in_flight, parts.recorder.warm_up) == (4, 5, 2, 11)
     assert woken == [4], "after there was room"
+
+
+def test_the_wait_for_the_first_batch_is_not_among_the_waits(S: NamedSharding, monkeypatch: Any) -> None:
+    """Else two waits of a millisecond after a start of a minute would be a reason for more, and more would seem to pay."""
+    seen: list[float] = []
+
+    class Listener:
+        def decide(self, at: float, stalled: float, *_: object) -> None:
+            seen.append(stalled)
+
+    monkeypatch.setattr(room, "DepthController", Listener)
+    asked = threading.Event()
+
+    def batches() -> Iterator[Any]:
+        asked.wait(30)
+        for number in range(20):
+            yield np.full(8, number, np.int32)
+
+    iterator = iter(ps.prefetch(batches, S, depth="auto"))
+    threading.Timer(0.2, asked.set).start()
+    assert first(next(iterator)) == 0
+    wait_until(lambda: iterator.stats().ready.ready == FIRST_DEPTH)
+    assert [first(batch) for batch in iterator] == list(range(1, 20))
+    assert seen
+    assert seen[0] > 0.1
 
 
 def test_what_a_device_has(S: NamedSharding) -> None:

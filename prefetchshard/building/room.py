@@ -62,6 +62,8 @@ class Room:
     def watch(self) -> None:
         """A batch is ready: let the depth follow what the consumer needs."""
         recorder, ready = self._recorder, self._ready
+        if not recorder.batches:  # the wait for the first batch is no wait that a greater depth would even out
+            return
         change = self._controller.decide(recorder.clock(), recorder.stall_seconds, ready.held, ready.capacity, self._most)
         if change is not None:
             _log.info("depth %d, %d before: %s", change.depth, ready.capacity, change.reason)

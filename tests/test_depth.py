@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -431,8 +432,27 @@ def test_what_a_device_has(S: NamedSharding) -> None:
 def test_the_host_has_what_its_group_may_use(limit: int | None, physical: int | None, expected: float, monkeypatch: Any) -> None:
     monkeypatch.setattr(choices, "memory_limit", lambda: None if limit is None else SimpleNamespace(limit_bytes=limit))
     monkeypatch.setattr(choices, "physical_bytes", lambda: physical)
+    monkeypatch.setattr(choices, "host_bytes", choices.host_bytes.__wrapped__)
     for stats in (None, {}):
-        assert choices.memory_bytes(SimpleNamespace(memory_stats=lambda stats=stats: stats)) == expected
+        device = SimpleNamespace(memory_stats=lambda stats=stats: stats, platform="cpu")
+        assert choices.memory_bytes(device) == expected / len(jax.local_devices(backend="cpu")), "they share it"
+
+
+def test_a_device_whose_memory_nobody_tells_is_no_error(monkeypatch: Any) -> None:
+    """As JAX raises of a device of another process."""
+
+    def refuse() -> Any:
+        raise RuntimeError("INVALID_ARGUMENT: MemoryStats is only supported for addressable devices")
+
+    monkeypatch.setattr(choices, "host_bytes", lambda: 800.0)
+    assert choices.memory_bytes(SimpleNamespace(memory_stats=refuse, platform="cpu")) == 800 / len(jax.local_devices(backend="cpu"))
+
+
+def test_the_memory_of_the_host_is_looked_up_once(monkeypatch: Any) -> None:
+    """It takes more than half as long as the rest of making a loader."""
+    choices.host_bytes()
+    monkeypatch.setattr(choices, "memory_limit", lambda: pytest.fail("looked up again"))
+    ps.Loader(np.zeros((8, 2), np.float32), batch_size=8)
 
 
 def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:

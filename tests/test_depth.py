@@ -413,6 +413,29 @@ def test_the_wait_for_the_first_batch_is_not_among_the_waits(S: NamedSharding, m
     assert seen[0] > 0.1
 
 
+def test_a_wait_is_looked_at_when_it_is_counted(monkeypatch: Any) -> None:
+    """A fast source fills all places again before the consumer, which is woken, has taken one: its wait is in no figure yet."""
+    looks: list[tuple[int, float]] = []
+
+    class Listener:
+        def decide(self, at: float, stalled: float, ready: int, *_: object) -> None:
+            looks.append((ready, stalled))
+
+    monkeypatch.setattr(room, "DepthController", Listener)
+    ready = SimpleNamespace(capacity=2, held=0)
+    recorder = SimpleNamespace(clock=lambda: 0.0, stall_seconds=0.0, batches=5)
+    parts: Any = (None, None, 2, None, ready, None, recorder)
+    made = room.Room(*parts)
+    for held in (0, 1, 2, 2):
+        ready.held = held
+        made.watch()
+    assert looks == [(0, 0.0), (1, 0.0)]
+    recorder.batches, recorder.stall_seconds = 6, 1.0
+    made.watch()
+    made.watch()
+    assert looks[2:] == [(2, 1.0), (2, 1.0)]
+
+
 def test_what_a_device_has(S: NamedSharding) -> None:
     class Device:
         platform = "gpu"

@@ -362,6 +362,26 @@ def test_a_sixteenth_of_the_memory_is_the_most(memory: float, most: int, S: Name
     assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 300) <= most
 
 
+def test_places_can_be_filled_also_where_read_ahead_bounds_them(S: NamedSharding, monkeypatch: Any) -> None:
+    """Else nobody could see whether they paid, or were not used any more: a batch that finds no place shows that all are filled."""
+    filled: set[int] = set()
+
+    class Greedy:
+        def decide(self, at: float, stalled: float, ready: int, depth: int, most: Callable[[], int]) -> Change | None:
+            if ready == depth:
+                filled.add(depth)
+            return Change(most(), "it may") if most() != depth else None
+
+    monkeypatch.setattr(room, "DepthController", Greedy)
+    loader = ps.prefetch(lambda: iter(np.arange(8 * 60, dtype=np.int32).reshape(60, 8)), S, depth="auto", read_ahead=5)
+    iterator = iter(loader)
+    for i in range(20):
+        assert first(next(iterator)) == 8 * i
+    wait_until(lambda: 4 in filled)
+    assert iterator.stats().ready.capacity == 4
+    assert [first(batch) for batch in iterator] == list(range(160, 480, 8))
+
+
 def test_what_was_decided_is_told_to_all_parts_of_a_run(monkeypatch: Any) -> None:
     """No more than there may be, the bounds of both queues and of transfers, what warms up; and who waits for room on the host looks."""
     asked: list[int] = []
@@ -499,7 +519,8 @@ def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:
         ({"depth": 64}, False),
         ({"depth": "auto"}, False),
         ({"read_ahead": 2}, False),
-        ({"read_ahead": 3}, True),
+        ({"read_ahead": 3}, False),  # two ready, and one that waits for its place
+        ({"read_ahead": 4}, True),
         ({"device_memory": 4 * 4}, False),  # two ready, two on their way
         ({"device_memory": 5 * 4}, True),
     ],

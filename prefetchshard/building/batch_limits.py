@@ -133,7 +133,9 @@ class BatchLimits:
         return self._fitting(self._grown(depth, largest) if self.depth_grows else depth, slots, largest)
 
     def _grown(self, depth: int, largest: _Sizes) -> int:
-        """So many batches, or as many of them as there is memory for."""
+        """So many batches, or as many of them as there is memory for, and as `read_ahead` lets be filled with one more waiting."""
+        if self._settings.read_ahead is not None:
+            depth = min(depth, max(FIRST_DEPTH, self._settings.read_ahead - 1))
         if not largest.device:
             return depth
         return int(min(depth, max(FIRST_DEPTH, self._depth_bytes / largest.device)))  # bytes may be infinite

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -555,7 +555,12 @@ def test_it_is_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
     assert len(list(iterator)) == 8
 
 
-@pytest.mark.parametrize("depth", ["Auto", "", 0, -1, 2.0, True, None])
+@pytest.mark.parametrize("depth", ["Auto", "", 0, -1, 2.0, True, None, np.array([2, 4]), np.array("auto")])
 def test_anything_else_is_refused(depth: Any) -> None:
     with pytest.raises(ps.ConfigError, match=r"depth=.*an integer, at least 1; 'auto' to follow the run"):
         ps.Loader(np.zeros((8, 2)), batch_size=8, depth=depth)
+
+
+def test_an_array_is_no_number_of_workers() -> None:
+    with pytest.raises(ps.ConfigError, match=r"workers=.*'auto' to choose"):
+        ps.Loader(np.zeros((8, 2)), batch_size=8, workers=cast("int", np.array([2, 4])))

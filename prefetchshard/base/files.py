@@ -21,7 +21,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
             file.write(data)
         return
     target = os.path.realpath(path)
-    beside = os.path.join(os.path.dirname(target), f"{uuid.uuid4().hex}.part")  # never too long a name, as one that goes on from it could be
+    # Not a name that goes on from that of the file, which may be as long as names may be
+    beside = os.path.join(os.path.dirname(target), f"{uuid.uuid4().hex}.part")
     try:
         with open(beside, "xb") as file:
             file.write(data)

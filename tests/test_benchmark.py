@@ -164,6 +164,7 @@ def test_the_first_batch_of_a_later_epoch_is_not_counted() -> None:
 def test_as_many_first_batches_are_left_out_as_there_are_processes() -> None:
     found = in_epochs(length=5, seconds=12, slow=3)
     assert (found.batches, found.seconds, found.waited_seconds, found.epochs) == (4, 12, 8, 1)
+    assert found.epochs_seconds == 15, "of the later epoch, not of the pass"
     found = in_epochs(length=1000, seconds=1, slow=3)
     assert (found.batches, found.seconds, found.epochs) == (1, 3, 0)  # one at least, however short the time
 

@@ -635,7 +635,16 @@ def test_a_report_that_cannot_be_written_is_said(folder: Path, capsys: pytest.Ca
     shown = capsys.readouterr()
     assert shown.out.startswith("Bound by ")  # what was measured is not lost
     assert shown.err.splitlines()[-1].endswith("--report out.html: No space left on device")
-    assert not list(folder.glob("out*"))
+    assert not [*folder.glob("out*"), *folder.glob("*.part")]
+
+
+def test_a_report_is_written_where_the_command_was_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some programs go to a folder of their own when they are imported."""
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder)  # to come back
+    (folder / "going.py").write_text("import os\nfrom benchmarked_data import batches\nos.chdir('elsewhere')\n")
+    assert cli.main(["bench", "going:batches", "--seconds", "0.02", "--report", "out.html"]) == 0
+    assert (folder / "out.html").is_file()
 
 
 @pytest.mark.parametrize(

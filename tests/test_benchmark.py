@@ -164,6 +164,7 @@ def test_the_first_batch_of_a_later_epoch_is_not_counted() -> None:
 def test_as_many_first_batches_are_left_out_as_there_are_processes() -> None:
     found = in_epochs(length=5, seconds=12, slow=3)
     assert (found.batches, found.seconds, found.waited_seconds, found.epochs) == (4, 12, 8, 1)
+    assert found.epochs_seconds == 15, "of the later epoch, not of the pass"
     found = in_epochs(length=1000, seconds=1, slow=3)
     assert (found.batches, found.seconds, found.epochs) == (1, 3, 0)  # one at least, however short the time
 
@@ -634,7 +635,16 @@ def test_a_report_that_cannot_be_written_is_said(folder: Path, capsys: pytest.Ca
     shown = capsys.readouterr()
     assert shown.out.startswith("Bound by ")  # what was measured is not lost
     assert shown.err.splitlines()[-1].endswith("--report out.html: No space left on device")
-    assert not list(folder.glob("out*"))
+    assert not [*folder.glob("out*"), *folder.glob("*.part")]
+
+
+def test_a_report_is_written_where_the_command_was_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some programs go to a folder of their own when they are imported."""
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder)  # to come back
+    (folder / "going.py").write_text("import os\nfrom benchmarked_data import batches\nos.chdir('elsewhere')\n")
+    assert cli.main(["bench", "going:batches", "--seconds", "0.02", "--report", "out.html"]) == 0
+    assert (folder / "out.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def test_module_shows_the_version() -> None:
         (["bench", "a:b", "--report", "."], "not the name of a file"),
         (["bench", "a:b", "--report", ""], "not the name of a file"),
         (["bench", "a:b", "--report", "no_such_folder/out.html"], "there is no folder no_such_folder"),
+        (["bench", "a:b", "--report", 300 * "a"], "File name too long"),
         (["bench", "a:b", "--seconds", "nan"], "not a number"),
     ],
 )

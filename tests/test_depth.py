@@ -10,8 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -361,6 +362,26 @@ def test_a_sixteenth_of_the_memory_is_the_most(memory: float, most: int, S: Name
     assert run_with_pauses(ps.prefetch(source, S, depth="auto"), source, 300) <= most
 
 
+def test_places_can_be_filled_also_where_read_ahead_bounds_them(S: NamedSharding, monkeypatch: Any) -> None:
+    """Else nobody could see whether they paid, or were not used any more: a batch that finds no place shows that all are filled."""
+    filled: set[int] = set()
+
+    class Greedy:
+        def decide(self, at: float, stalled: float, ready: int, depth: int, most: Callable[[], int]) -> Change | None:
+            if ready == depth:
+                filled.add(depth)
+            return Change(most(), "it may") if most() != depth else None
+
+    monkeypatch.setattr(room, "DepthController", Greedy)
+    loader = ps.prefetch(lambda: iter(np.arange(8 * 60, dtype=np.int32).reshape(60, 8)), S, depth="auto", read_ahead=5)
+    iterator = iter(loader)
+    for i in range(20):
+        assert first(next(iterator)) == 8 * i
+    wait_until(lambda: 4 in filled)
+    assert iterator.stats().ready.capacity == 4
+    assert [first(batch) for batch in iterator] == list(range(160, 480, 8))
+
+
 def test_what_was_decided_is_told_to_all_parts_of_a_run(monkeypatch: Any) -> None:
     """No more than there may be, the bounds of both queues and of transfers, what warms up; and who waits for room on the host looks."""
     asked: list[int] = []
@@ -378,13 +399,61 @@ def test_what_was_decided_is_told_to_all_parts_of_a_run(monkeypatch: Any) -> Non
         host=SimpleNamespace(capacity=0, senders=SimpleNamespace(wake=lambda: woken.append(parts.host.capacity))),
         ready=SimpleNamespace(capacity=2, held=0),
         transfers=SimpleNamespace(in_flight=0),
-        recorder=SimpleNamespace(clock=lambda: 0.0, stall_seconds=0.0, warm_up=0),
+        recorder=SimpleNamespace(clock=lambda: 0.0, stall_seconds=0.0, warm_up=0, batches=1),
     )
     made = room.Room(parts.limits, parts.crew, 2, parts.host, parts.ready, parts.transfers, parts.recorder)
     made.watch()
     assert (asked, made.depth) == ([7], 5)
     assert (parts.host.capacity, parts.ready.capacity, parts.transfers.in_flight, parts.recorder.warm_up) == (4, 5, 2, 11)
     assert woken == [4], "after there was room"
+
+
+def test_the_wait_for_the_first_batch_is_not_among_the_waits(S: NamedSharding, monkeypatch: Any) -> None:
+    """Else two waits of a millisecond after a start of a minute would be a reason for more, and more would seem to pay."""
+    seen: list[float] = []
+
+    class Listener:
+        def decide(self, at: float, stalled: float, *_: object) -> None:
+            seen.append(stalled)
+
+    monkeypatch.setattr(room, "DepthController", Listener)
+    asked = threading.Event()
+
+    def batches() -> Iterator[Any]:
+        asked.wait(30)
+        for number in range(20):
+            yield np.full(8, number, np.int32)
+
+    iterator = iter(ps.prefetch(batches, S, depth="auto"))
+    threading.Timer(0.2, asked.set).start()
+    assert first(next(iterator)) == 0
+    wait_until(lambda: iterator.stats().ready.ready == FIRST_DEPTH)
+    assert [first(batch) for batch in iterator] == list(range(1, 20))
+    assert seen
+    assert seen[0] > 0.1
+
+
+def test_a_wait_is_looked_at_when_it_is_counted(monkeypatch: Any) -> None:
+    """A fast source fills all places again before the consumer, which is woken, has taken one: its wait is in no figure yet."""
+    looks: list[tuple[int, float]] = []
+
+    class Listener:
+        def decide(self, at: float, stalled: float, ready: int, *_: object) -> None:
+            looks.append((ready, stalled))
+
+    monkeypatch.setattr(room, "DepthController", Listener)
+    ready = SimpleNamespace(capacity=2, held=0)
+    recorder = SimpleNamespace(clock=lambda: 0.0, stall_seconds=0.0, batches=5)
+    parts: Any = (None, None, 2, None, ready, None, recorder)
+    made = room.Room(*parts)
+    for held in (0, 1, 2, 2):
+        ready.held = held
+        made.watch()
+    assert looks == [(0, 0.0), (1, 0.0)]
+    recorder.batches, recorder.stall_seconds = 6, 1.0
+    made.watch()
+    made.watch()
+    assert looks[2:] == [(2, 1.0), (2, 1.0)]
 
 
 def test_what_a_device_has(S: NamedSharding) -> None:
@@ -406,8 +475,27 @@ def test_what_a_device_has(S: NamedSharding) -> None:
 def test_the_host_has_what_its_group_may_use(limit: int | None, physical: int | None, expected: float, monkeypatch: Any) -> None:
     monkeypatch.setattr(choices, "memory_limit", lambda: None if limit is None else SimpleNamespace(limit_bytes=limit))
     monkeypatch.setattr(choices, "physical_bytes", lambda: physical)
+    monkeypatch.setattr(choices, "host_bytes", choices.host_bytes.__wrapped__)
     for stats in (None, {}):
-        assert choices.memory_bytes(SimpleNamespace(memory_stats=lambda stats=stats: stats)) == expected
+        device = SimpleNamespace(memory_stats=lambda stats=stats: stats, platform="cpu")
+        assert choices.memory_bytes(device) == expected / len(jax.local_devices(backend="cpu")), "they share it"
+
+
+def test_a_device_whose_memory_nobody_tells_is_no_error(monkeypatch: Any) -> None:
+    """As JAX raises of a device of another process."""
+
+    def refuse() -> Any:
+        raise RuntimeError("INVALID_ARGUMENT: MemoryStats is only supported for addressable devices")
+
+    monkeypatch.setattr(choices, "host_bytes", lambda: 800.0)
+    assert choices.memory_bytes(SimpleNamespace(memory_stats=refuse, platform="cpu")) == 800 / len(jax.local_devices(backend="cpu"))
+
+
+def test_the_memory_of_the_host_is_looked_up_once(monkeypatch: Any) -> None:
+    """It takes more than half as long as the rest of making a loader."""
+    choices.host_bytes()
+    monkeypatch.setattr(choices, "memory_limit", lambda: pytest.fail("looked up again"))
+    ps.Loader(np.zeros((8, 2), np.float32), batch_size=8)
 
 
 def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:
@@ -431,7 +519,8 @@ def test_values_order_and_state_are_the_same(S: NamedSharding) -> None:
         ({"depth": 64}, False),
         ({"depth": "auto"}, False),
         ({"read_ahead": 2}, False),
-        ({"read_ahead": 3}, True),
+        ({"read_ahead": 3}, False),  # two ready, and one that waits for its place
+        ({"read_ahead": 4}, True),
         ({"device_memory": 4 * 4}, False),  # two ready, two on their way
         ({"device_memory": 5 * 4}, True),
     ],
@@ -466,7 +555,12 @@ def test_it_is_two_for_arrays_on_the_devices(S: NamedSharding) -> None:
     assert len(list(iterator)) == 8
 
 
-@pytest.mark.parametrize("depth", ["Auto", "", 0, -1, 2.0, True, None])
+@pytest.mark.parametrize("depth", ["Auto", "", 0, -1, 2.0, True, None, np.array([2, 4]), np.array("auto")])
 def test_anything_else_is_refused(depth: Any) -> None:
     with pytest.raises(ps.ConfigError, match=r"depth=.*an integer, at least 1; 'auto' to follow the run"):
         ps.Loader(np.zeros((8, 2)), batch_size=8, depth=depth)
+
+
+def test_an_array_is_no_number_of_workers() -> None:
+    with pytest.raises(ps.ConfigError, match=r"workers=.*'auto' to choose"):
+        ps.Loader(np.zeros((8, 2)), batch_size=8, workers=cast("int", np.array([2, 4])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 import prefetchshard as ps
+from fakes import first
 from prefetchshard.base.limits import Limits, within_bytes
+from support import wait_until
 
 WANTED = Limits(depth=3, in_flight=2, slots=5)
 
@@ -67,3 +70,26 @@ def test_a_short_batch_in_the_middle_does_not_hold_everything_up(S: NamedShardin
 
 def test_where_batches_come_as_they_are_one_batch_is_enough(S: NamedSharding) -> None:
     assert [len(batch) for batch in ps.prefetch(of_sizes(16, 8, 16, 8), S, host_memory=16 * 4 * 4)] == [16, 8, 16, 8]
+
+
+@pytest.mark.parametrize("bound", [{"host_memory": 1000}, {"device_memory": 64}])
+@pytest.mark.parametrize("are_ready", [False, True])
+def test_good_batches_come_before_one_that_fits_into_no_bound(bound: dict[str, int], are_ready: bool, S: NamedSharding) -> None:
+    """Also where it is read before they are placed, or before one of them was taken."""
+    gone = threading.Event()
+    iterator: Any = None
+
+    def batches() -> Iterator[np.ndarray]:
+        try:
+            yield from (np.full((8, 4), i, np.int32) for i in range(2))
+            wait_until(lambda: not are_ready or (iterator is not None and iterator.stats().ready.ready == 2))
+            yield np.zeros((8, 400), np.int32)
+        finally:
+            gone.set()
+
+    iterator = iter(ps.prefetch(batches, S, **bound))
+    assert gone.wait(30)
+    assert [first(next(iterator)[:, 0]) for _ in range(2)] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(ps.ConfigError, match="raise the bound or make the batches smaller"):
+            next(iterator)

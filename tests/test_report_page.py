@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -516,6 +517,38 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in the file system")
+def test_no_file_takes_the_place_of_what_is_none(tmp_path: Path) -> None:
+    """Whoever may write to /dev may also replace what is there: `--report /dev/null` must not."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write_whole(pipe, b"page")
+    assert pipe.is_fifo()
+    reader.join(30)
+    assert read == [b"page"]
+
+
+def test_a_link_leads_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    path, link = tmp_path / "folder" / "file", tmp_path / "link"
+    for content in (b"old", b"new"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+        write_whole(link, content)
+        assert link.is_symlink()
+        assert path.read_bytes() == content
+    assert list((tmp_path / "folder").iterdir()) == [path]
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    path = tmp_path / ("a" * 250)
+    write_whole(path, b"page")
+    assert path.read_bytes() == b"page"
 
 
 # -- measured

@@ -60,6 +60,13 @@ def test_a_loop_of_which_nothing_is_known_yet() -> None:
     assert judge(nothing, DATASET) == Verdict("consumer", 0.0, 0.0, "")
 
 
+def test_a_source_that_computes_and_gives_nothing() -> None:
+    """Its thread keeps the lock, and no step was there to wait for it."""
+    nothing = measured()._replace(batches=0, wall=2.0, steady=Steps(), source=(1, 2.0, 2.0), locking=Locking(9, 9, 0.05))
+    assert nothing.is_locked
+    assert judge(nothing, ITERABLE) == Verdict("consumer", 0.0, 0.0, "")
+
+
 @pytest.mark.parametrize("batches", [1, 2, 3])
 def test_a_loop_of_few_batches_is_start_up(batches: int) -> None:
     few = measured(start_up=0.03)._replace(batches=batches, wall=0.04, steady=Steps(), warm_up=Steps(batches - 1, 0.0, 0.01, reading=0.01))

@@ -237,9 +237,13 @@ def _folder(text: str) -> Path:
 def _report(text: str) -> Path:
     """Looked at before anything is measured."""
     path = Path(text)
-    if not text or path.is_dir():
+    try:
+        is_folder, has_folder = path.is_dir(), path.parent.is_dir()
+    except OSError as error:  # it is too long, or in a folder that is closed to this user
+        raise argparse.ArgumentTypeError(f"{text!r}: {error.strerror}") from None
+    if not text or is_folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file, such as report.html")
-    if not path.parent.is_dir():
+    if not has_folder:
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     return path
 

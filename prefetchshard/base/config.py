@@ -159,7 +159,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(self.remainder, Pad):
             _one_of("remainder", self.remainder, ("auto", "drop", "keep", "error", "pad"), " or ps.Pad(...)")
         _one_of("narrow", self.narrow, ("check", "error", "allow"))
-        if self.depth != "auto":
+        if not _is_auto(self.depth):
             at_least("depth", self.depth, 1, "; 'auto' to follow the run")
         at_least("read_ahead", self.read_ahead, 1, "; None: as far as the other settings allow", optional=True)
         at_least("seed", self.seed, 0)
@@ -167,7 +167,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         at_least("microbatches", self.microbatches, 1, optional=True)
         at_least("snapshot_every", self.snapshot_every, 1, "; None: never", optional=True)
         _seconds("stall_warning_seconds", self.stall_warning_seconds)
-        if not isinstance(self.workers, Processes) and self.workers != "auto":
+        if not isinstance(self.workers, Processes) and not _is_auto(self.workers):
             at_least("workers", self.workers, 1, "; 'auto' to choose, or ps.Processes(n)", most=MOST_WORKERS)
         _booleans(shuffle=self.shuffle, reuses_buffers=self.reuses_buffers)
         item = "one batch" if self.batch_size is None else "one example"
@@ -243,6 +243,10 @@ def _function(name: str, value: object, gets: str, extra: str | None = None) -> 
     if why is not None:
         also = f" and {extra}=" if options else ""
         raise ConfigError(f"{name} is called with {gets}{also}, and cannot be: {why}; bind what else it needs by functools.partial")
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == "auto"  # an array would compare each of its entries
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...], more: str = "") -> None:

@@ -10,14 +10,19 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file: beside it first, and then in its place. Where that fails, what was there before stays.
 
     Args:
-        path: of the file.
+        path: of the file. A link leads to it; what is no file, such as /dev/stdout, is written to as it is.
         data: all that is to be in it.
 
     Raises:
         OSError: it cannot be written.
     """
-    target = os.fspath(path)
-    beside = f"{target}.{uuid.uuid4().hex}"
+    if os.path.exists(path) and not os.path.isfile(path):  # no file must take the place of a device or a pipe
+        with open(path, "wb") as file:
+            file.write(data)
+        return
+    target = os.path.realpath(path)
+    # Not a name that goes on from that of the file, which may be as long as names may be
+    beside = os.path.join(os.path.dirname(target), f"{uuid.uuid4().hex}.part")
     try:
         with open(beside, "xb") as file:
             file.write(data)

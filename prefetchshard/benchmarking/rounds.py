@@ -57,11 +57,11 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sums:
-    """What was counted of some batches."""
+    """What was counted of some batches; of those that begin epochs also how many epochs were begun in a pass, and the waits for these."""
 
     def __init__(self) -> None:
         self.batches = self.rows = self.nbytes = self.begun = 0
-        self.seconds = self.waited = self.worked = 0.0
+        self.seconds = self.waited = self.worked = self.waited_for_begun = 0.0
 
     def add(self, rows: int, nbytes: int) -> None:
         self.rows += rows
@@ -136,7 +136,7 @@ class Rounds:
             passes=passes,
             first_batch_seconds=first_seconds or 0.0,
             epochs=epochs.begun,
-            epochs_seconds=epochs.waited,
+            epochs_seconds=epochs.waited_for_begun,
             has_steady=sums is steady,
             stats=stats,
             recent=recent,
@@ -178,6 +178,7 @@ class _Begun:
         clock, batches = self._clock, self._pass
         before = batches.counts
         first_left, counted, left_out = limits.first_batches - 1, steady.batches, epochs.batches
+        begun = epochs.begun
         told = 0.0
         began = asked = clock()
         while True:
@@ -193,6 +194,8 @@ class _Begun:
                 first_left = limits.first_batches
                 epochs.begun += 1
             (epochs if first_left else steady).took(taken - asked, done - taken)
+            if first_left and epochs.begun > begun:  # else it is the pass that begins
+                epochs.waited_for_begun += taken - asked
             first_left = max(0, first_left - 1)
             if steady.seconds >= limits.seconds or self._is_only_beginning(steady, epochs, done - began, limits.seconds):
                 break

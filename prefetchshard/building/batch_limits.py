@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,6 +35,13 @@ class ReadAtOnce(msgspec.Struct, frozen=True):
     def by(self, workers: int) -> int:
         """How many, where there are so many threads."""
         return self.least if self.threads_a_batch is None else max(self.least, 1 + math.ceil(workers / self.threads_a_batch))
+
+
+class _Sizes(NamedTuple):
+    """Bytes of the largest batch, on the host and on one device; 0: not known yet."""
+
+    host: int = 0
+    device: int = 0
 
 
 class BatchLimits:
@@ -80,14 +88,17 @@ class BatchLimits:
         self._most_workers = most_workers
         self._least_slots = least_slots
         self._small_go_in_bursts = small_go_in_bursts
-        self._host_bytes = self._device_bytes = 0  # the most so far
+        self._largest = _Sizes()  # of the batches that fitted
         self.rows_on_devices_bytes = 0
         self.now = Limits(most_depth, in_flight, in_flight + read_at_once.by(most_workers)).kept_to(settings.read_ahead)
 
     @property
     def is_small(self) -> bool:
         """Whether all batches so far were small, on a backend where they go in bursts."""
-        return self._small_go_in_bursts and self._host_bytes <= SMALL_BYTES
+        return self._are_small(self._largest)
+
+    def _are_small(self, largest: _Sizes) -> bool:
+        return self._small_go_in_bursts and largest.host <= SMALL_BYTES
 
     def fit(self, host_bytes: int, device_bytes: int) -> Limits:
         """The limits that keep to the bounds in bytes with batches of this size, and of those before.
@@ -97,42 +108,44 @@ class BatchLimits:
             device_bytes: of a batch on one device; 0 where it is not known yet.
 
         Raises:
-            ConfigError: not even the least fits; gives the numbers.
+            ConfigError: not even the least fits; gives the numbers. The limits stay, as the batches before this one are still delivered.
         """
-        self._host_bytes = max(self._host_bytes, host_bytes)
-        self._device_bytes = max(self._device_bytes, (self.rows_on_devices_bytes or device_bytes) if device_bytes else 0)
-        self.now = self.of(self._most_workers)
+        known, on_device = self._largest, (self.rows_on_devices_bytes or device_bytes) if device_bytes else 0
+        largest = _Sizes(max(known.host, host_bytes), max(known.device, on_device))
+        self.now = self._limits(self._most_workers, self._most_depth, largest)
+        self._largest = largest
         return self.now
 
     def of(self, workers: int, depth: int | None = None) -> Limits:
-        """The limits of a run that has so many threads and keeps so many batches ready, if it may; None: as many as it may.
-
-        Raises:
-            ConfigError: as above.
-        """
-        slots = self._in_flight + self._read_at_once.by(workers)
-        if self.is_small:
-            slots = max(slots, SMALL_SLOTS)
-        depth = self._most_depth if depth is None else min(depth, self._most_depth)
-        return self._fitting(self._grown(depth) if self.depth_grows else depth, slots)
+        """The limits of a run that has so many threads and keeps so many batches ready, if it may; None: as many as it may."""
+        return self._limits(workers, self._most_depth if depth is None else min(depth, self._most_depth), self._largest)
 
     @property
     def could_grow(self) -> bool:
         """Whether a run would come to keep more batches ready if its depth followed what it needs."""
-        return not self.depth_grows and self._fitting(self._grown(MOST_DEPTH), self.now.slots).depth > self.now.depth
+        largest = self._largest
+        return not self.depth_grows and self._fitting(self._grown(MOST_DEPTH, largest), self.now.slots, largest).depth > self.now.depth
 
-    def _grown(self, depth: int) -> int:
-        """So many batches, or as many of them as there is memory for."""
-        if not self._device_bytes:
+    def _limits(self, workers: int, depth: int, largest: _Sizes) -> Limits:
+        slots = self._in_flight + self._read_at_once.by(workers)
+        if self._are_small(largest):
+            slots = max(slots, SMALL_SLOTS)
+        return self._fitting(self._grown(depth, largest) if self.depth_grows else depth, slots, largest)
+
+    def _grown(self, depth: int, largest: _Sizes) -> int:
+        """So many batches, or as many of them as there is memory for, and as `read_ahead` lets be filled with one more waiting."""
+        if self._settings.read_ahead is not None:
+            depth = min(depth, max(FIRST_DEPTH, self._settings.read_ahead - 1))
+        if not largest.device:
             return depth
-        return int(min(depth, max(FIRST_DEPTH, self._depth_bytes / self._device_bytes)))  # bytes may be infinite
+        return int(min(depth, max(FIRST_DEPTH, self._depth_bytes / largest.device)))  # bytes may be infinite
 
-    def _fitting(self, depth: int, slots: int) -> Limits:
+    def _fitting(self, depth: int, slots: int, largest: _Sizes) -> Limits:
         settings = self._settings
         return within_bytes(
             Limits(depth, self._in_flight, slots).kept_to(settings.read_ahead),
-            batch_bytes=self._host_bytes,
-            device_bytes=self._device_bytes,
+            batch_bytes=largest.host,
+            device_bytes=largest.device,
             host_memory=settings.host_memory,
             device_memory=settings.device_memory,
             least_slots=self._least_slots,

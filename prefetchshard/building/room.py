@@ -49,14 +49,11 @@ class Room:
         self._host, self._ready, self._transfers = host, ready, transfers
         self._recorder = recorder
         self._controller = DepthController()
+        self._used_up_at = -1  # after how many batches there was none left, the last time
         self._lock = threading.Lock()  # or an older result could replace a newer one
 
     def resize(self) -> None:
-        """Let the bounds follow the threads, the depth, and what batches turned out to take.
-
-        Raises:
-            ConfigError: not even the least fits into the bounds in bytes.
-        """
+        """Let the bounds follow the threads, the depth, and what batches turned out to take."""
         with self._lock:
             fitting = self._limits.of(self._crew.wanted, self.depth)
             self._recorder.warm_up = fitting.ahead
@@ -66,7 +63,14 @@ class Room:
     def watch(self) -> None:
         """A batch is ready: let the depth follow what the consumer needs."""
         recorder, ready = self._recorder, self._ready
-        change = self._controller.decide(recorder.clock(), recorder.stall_seconds, ready.held, ready.capacity, self._most)
+        taken, held = recorder.batches, ready.held
+        if not taken:  # the wait for the first batch is no wait that a greater depth would even out
+            return
+        if not held:
+            self._used_up_at = taken
+        elif taken == self._used_up_at and held >= ready.capacity:  # the consumer is being woken, and has not counted its wait yet
+            return
+        change = self._controller.decide(recorder.clock(), recorder.stall_seconds, held, ready.capacity, self._most)
         if change is not None:
             _log.info("depth %d, %d before: %s", change.depth, ready.capacity, change.reason)
             self.depth = change.depth

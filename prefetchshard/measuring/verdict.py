@@ -154,7 +154,7 @@ def judge(measured: Measured, setup: Setup) -> Verdict:
     lost = steps.stalled / wall if wall > 0 else 0.0
     if _is_start_up(measured, steps.stalled):
         return _start_up(measured)
-    if measured.is_locked and setup.cpus > 1 and not setup.processes:
+    if steps.count and measured.is_locked and setup.cpus > 1 and not setup.processes:
         undisturbed = min(_undisturbed_step(measured), steps.busy / steps.count)
         lost_to_lock = 1 - undisturbed * steps.count / wall
         if lost_to_lock >= LITTLE:

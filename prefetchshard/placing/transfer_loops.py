@@ -39,9 +39,9 @@ class TransferLimits:
 
     __slots__ = ("in_flight", "watch")
 
-    def __init__(self, in_flight: int, watch: Callable[[], None] | None = None) -> None:
+    def __init__(self, in_flight: int) -> None:
         self.in_flight = in_flight
-        self.watch = watch
+        self.watch: Callable[[], None] | None = None
 
 
 def transfer(inbox: Inbox, placer: Placer, outbox: ReadyQueue, limits: TransferLimits, recorder: Recorder) -> None:

@@ -50,22 +50,23 @@ def run(options: Options) -> int:
     Raises:
         PrefetchError: the module, the function or its source cannot be used, or the report cannot be written; says why in one line.
     """
+    path = None if options.report is None else options.report.absolute()  # first: the user's code may go to another folder
     with contextlib.redirect_stdout(sys.stderr), Progress(sys.stderr) as progress:  # what the user's code prints is no result
         factory = _guarded(lambda: find_factory(options.factory), options.factory)
         found = _guarded(lambda: _measure(factory, options, progress), options.factory)
     text = msgspec.json.format(msgspec.json.encode(found.to_dict()), indent=2).decode() if options.as_json else str(found)
     sys.stdout.write(f"{text}\n")
-    if options.report is not None:
-        _write_report(found, options.report, options.factory)
+    if path is not None:
+        _write_report(found, path, options)
     return 0
 
 
-def _write_report(found: ps.Benchmark, path: Path, title: str) -> None:
+def _write_report(found: ps.Benchmark, path: Path, options: Options) -> None:
     try:
-        found.write_report(path, title=title)
+        found.write_report(path, title=options.factory)
     except OSError as error:
-        raise ps.PrefetchError(f"--report {path}: {error.strerror or error}") from error
-    sys.stderr.write(f"wrote {path}\n")
+        raise ps.PrefetchError(f"--report {options.report}: {error.strerror or error}") from error
+    sys.stderr.write(f"wrote {options.report}\n")
 
 
 def _measure(factory: Callable[[], Any], options: Options, progress: Progress) -> ps.Benchmark:

@@ -259,6 +259,24 @@ def test_a_dropped_run_lets_go_of_a_dataset_without_the_garbage_collector(
         gc.enable()
 
 
+@pytest.mark.parametrize("depth", [2, "auto"])
+@pytest.mark.parametrize("workers", ["auto", 2])
+def test_what_a_run_measured_goes_without_the_garbage_collector(workers: Any, depth: Any, S: NamedSharding) -> None:
+    """Where it is off, as in some training loops, each run would leave its queues and the times of its last batches."""
+    loader = ps.Loader(Examples(80), S, batch_size=8, workers=workers, depth=depth)
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(loader)
+        next(iterator)
+        dead = weakref.ref(iterator._consumer.outbox)
+        iterator.close()
+        del iterator, loader
+        wait_until(lambda: dead() is None)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("kind", ["dataset", "iterable"])
 @pytest.mark.parametrize("drop", [d for d in DROPS if d is not drop_spec])
 def test_a_loader_that_is_kept_keeps_no_dropped_run(kind: str, drop: Callable[[ps.Loader], None], S: NamedSharding) -> None:

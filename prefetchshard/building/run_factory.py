@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -172,8 +173,10 @@ class RunFactory:
         transfers = TransferLimits(now.in_flight)
         choice = CopyChoice(self._device.platform)
         room = Room(limits, crew, depth, queue, outbox, transfers, recorder)
+        # It holds the crew and the transfers. Would these hold it, what a run has measured would stay until the garbage collector comes
+        this = weakref.ref(room)
         if limits.depth_grows:
-            transfers.watch = room.watch
+            transfers.watch = lambda: None if (held := this()) is None else held.watch()
             self._last_room = room
 
         def fit(host_bytes: int, device_bytes: int) -> None:
@@ -186,7 +189,7 @@ class RunFactory:
         if isinstance(settings.workers, Processes) and not in_processes:
             _log.debug("%s has nothing to do but copy: the source is read by %d threads", settings.workers, crew.wanted)
         if self._workers.are_controlled:
-            self._control(crew, recorder, queue, outbox, room.resize)
+            self._control(crew, recorder, queue, outbox, lambda: None if (held := this()) is None else held.resize())
         planner = self.specs.planner(context.x64, fit, rows)
         plan = ReadingPlan(
             functions=UserFunctions(settings.transform, settings.collate, settings.seed, makes_examples=self.batch_size is not None),

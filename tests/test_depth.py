@@ -476,7 +476,7 @@ def test_the_host_has_what_its_group_may_use(limit: int | None, physical: int | 
     monkeypatch.setattr(choices, "memory_limit", lambda: None if limit is None else SimpleNamespace(limit_bytes=limit))
     monkeypatch.setattr(choices, "physical_bytes", lambda: physical)
     monkeypatch.setattr(choices, "host_bytes", choices.host_bytes.__wrapped__)
-    for stats in (None, {}):
+    for stats in (None, {}, {"bytes_limit": -1}):
         device = SimpleNamespace(memory_stats=lambda stats=stats: stats, platform="cpu")
         assert choices.memory_bytes(device) == expected / len(jax.local_devices(backend="cpu")), "they share it"
 

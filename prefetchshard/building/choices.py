@@ -151,9 +151,9 @@ def memory_bytes(device: Any) -> float:
     """Memory of a device; infinite where nobody tells. Of one that does not tell, such as those of the CPU backend, it is the host's, as far
     as this process may use it, of which each device has an equal part."""
     stats: dict[str, int] | None = None
-    with contextlib.suppress(RuntimeError):  # of a device of another process JAX does not tell it
+    with contextlib.suppress(Exception):  # JAX raises for devices of other processes, and some runtimes do for all
         stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
+    if stats and stats.get("bytes_limit", -1) > 0:  # -1: the backend does not tell
         return stats["bytes_limit"]
     return host_bytes() / len(local_devices(backend=device.platform))
 

@@ -445,6 +445,7 @@ def test_what_a_backend_says_of_its_memory() -> None:
     assert on_device.free_bytes(Device({"bytes_limit": 100, "bytes_in_use": 30})) == 70
     assert on_device.free_bytes(Device({"bytes_limit": 100})) == 100
     assert on_device.free_bytes(Device({})) is None
+    assert on_device.free_bytes(Device({"bytes_limit": -1})) is None
     assert on_device.free_bytes(Device(None)) is None
 
 

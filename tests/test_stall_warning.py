@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -23,7 +24,7 @@ from prefetchshard.measuring.timeline import BatchTimes
 from prefetchshard.placing.placer import Placer
 from prefetchshard.testing import ManualClock
 from process_sources import Gated
-from support import HANG_SECONDS, wait_until
+from support import HANG_SECONDS, Thread, wait_until
 
 SOON = 0.02
 """Seconds after which it is told here; what is waited for holds until then, so no test depends on them."""
@@ -398,6 +399,25 @@ def test_a_line_that_fails_ends_no_loop(caplog: pytest.LogCaptureFixture) -> Non
     (record,) = caplog.records
     assert record.levelno == logging.DEBUG
     assert record.exc_info is not None
+
+
+def test_of_two_threads_at_once_one_tells(caplog: pytest.LogCaptureFixture) -> None:
+    """The second one took later figures than the first, and told them before it: a line spoke of -2 batches."""
+    figures = [SimpleNamespace(batches=batches, wall_seconds=1.0, rows_per_second=0.0, verdict="") for batches in (3, 5)]
+
+    def stats() -> Any:
+        if len(figures) == 2:
+            found = figures.pop(0)
+            line.due_at = 0.0  # the second one saw it as it was before
+            Thread(lambda: line.tell(61.0)).returned()
+            return found
+        return figures.pop(0)
+
+    line = MinuteLine(stats, 0.0)
+    with caplog.at_level(logging.INFO, "prefetchshard"):
+        line.tell(60.0)
+        assert [record.getMessage().split(" in ")[0] for record in caplog.records] == ["3 batches"]
+    assert len(figures) == 1
 
 
 def test_who_is_interrupted_while_it_is_told_tells_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 
 from prefetchshard.measuring.stats import Stats
@@ -29,17 +30,21 @@ class MinuteLine:
         self.due_at = now + EVERY_SECONDS
         self._stats = stats
         self._last: Stats | None = None
+        self._lock = threading.Lock()  # held by the thread that tells; nobody waits for it
 
     def tell(self, now: float) -> None:
         """Say it, where it is due. Never raises, but for Ctrl-C."""
-        if now < self.due_at:
+        if now < self.due_at or not self._lock.acquire(blocking=False):
             return
-        self.due_at = now + EVERY_SECONDS  # first: who comes meanwhile goes on
         try:
-            if _log.isEnabledFor(logging.INFO) and (text := self._text()):
-                _log.info("%s", text)
+            if now >= self.due_at:  # still: another one may have told meanwhile
+                self.due_at = now + EVERY_SECONDS
+                if _log.isEnabledFor(logging.INFO) and (text := self._text()):
+                    _log.info("%s", text)
         except Exception:  # noqa: BLE001 - a loop must not end for a line in its log
             _log.debug("no line for this minute", exc_info=True)
+        finally:
+            self._lock.release()
 
     def _text(self) -> str:
         stats, last = self._stats(), self._last

@@ -144,7 +144,7 @@ class DeviceRows:
 def free_bytes(device: Any) -> int | None:
     """Free memory of a device in bytes; None if its backend does not tell."""
     stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
+    if not stats or stats.get("bytes_limit", -1) < 0:  # -1: the backend does not tell
         return None
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import msgspec
 from prefetchshard.base.cgroups import memory_limit, physical_bytes
 from prefetchshard.base.config import Processes, Settings
 from prefetchshard.base.cpus import cpu_count
+from prefetchshard.base.device_memory import memory_told
 from prefetchshard.base.errors import ConfigError
 from prefetchshard.base.jax_types import local_devices
 from prefetchshard.base.limits import MOST_IN_FLIGHT, MOST_WAITING
@@ -150,12 +150,7 @@ def first_depth(settings: Settings) -> int:
 def memory_bytes(device: Any) -> float:
     """Memory of a device; infinite where nobody tells. Of one that does not tell, such as those of the CPU backend, it is the host's, as far
     as this process may use it, of which each device has an equal part."""
-    stats: dict[str, int] | None = None
-    with contextlib.suppress(Exception):  # JAX raises for devices of other processes, and some runtimes do for all
-        stats = device.memory_stats()
-    if stats and stats.get("bytes_limit", -1) > 0:  # -1: the backend does not tell
-        return stats["bytes_limit"]
-    return host_bytes() / len(local_devices(backend=device.platform))
+    return memory_told(device).get("bytes_limit") or host_bytes() / len(local_devices(backend=device.platform))
 
 
 @functools.cache

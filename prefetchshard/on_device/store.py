@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from prefetchshard.base.config import HOST, Narrow
+from prefetchshard.base.device_memory import memory_told
 from prefetchshard.base.errors import ConfigError, NarrowingError, PlacementError
 from prefetchshard.base.jax_types import block_until_ready, device_put, make_array_from_callback, zeros
 from prefetchshard.base.memory import AnyArray
@@ -143,10 +144,8 @@ class DeviceRows:
 
 def free_bytes(device: Any) -> int | None:
     """Free memory of a device in bytes; None if its backend does not tell."""
-    stats = device.memory_stats()
-    if not stats or stats.get("bytes_limit", -1) < 0:  # -1: the backend does not tell
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    told = memory_told(device)
+    return told["bytes_limit"] - told.get("bytes_in_use", 0) if "bytes_limit" in told else None
 
 
 # -- placement of the arrays

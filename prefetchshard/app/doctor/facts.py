@@ -18,6 +18,7 @@ import msgspec
 from prefetchshard import __version__
 from prefetchshard.base.cgroups import ROOT, memory_limit, physical_bytes
 from prefetchshard.base.cpus import cpu_affinity, cpu_quota
+from prefetchshard.base.device_memory import memory_told
 from prefetchshard.base.jax_context import mesh_in_force
 from prefetchshard.base.jax_types import config
 from prefetchshard.sharding.meshes import mesh_text
@@ -240,18 +241,13 @@ def devices(found: list[Any], rules: ShardingRules, root: Path = ROOT) -> Device
         platform=first.platform,
         kind=getattr(first, "device_kind", "?"),
         count=len(found),
-        memory_bytes=_memory_stats(first).get("bytes_limit"),
+        memory_bytes=memory_told(first).get("bytes_limit"),
         memory_kinds=_memory_kinds(first),
         mesh=None if mesh is None else mesh_text(mesh),
         sharding=str(rules),
         asked_for=getattr(config, "jax_platforms", None) or None,
         has_idle_gpu=first.platform == "cpu" and (root / "dev/nvidiactl").exists(),
     )
-
-
-def _memory_stats(device: Any) -> dict[str, int]:
-    found: dict[str, int] | Failed | None = attempt(lambda: device.memory_stats())
-    return {} if found is None or isinstance(found, Failed) else found
 
 
 def _memory_kinds(device: Any) -> tuple[str, ...]:
